@@ -1,0 +1,58 @@
+"""Where one rank stands. Pure arithmetic; the whole of what a checkpoint has to remember."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lance_ray_stream.layout import IntArray, SplitLayout
+from lance_ray_stream.position import advance, is_cycle_boundary, rows_to_deliver
+
+
+class Cursor:
+    """The position of one rank: an epoch, where its reading began, and the rows received since.
+
+    The rows of the other ranks are not seen here, but ranks receive equally many; so their positions
+    follow from this rank's count, exactly as long as they are in step.
+    """
+
+    def __init__(self, layout: SplitLayout, *, rank: int, world_size: int, epoch: int) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.world_size = world_size
+        self.splits = layout.splits_of(rank, world_size)
+        self.jump(epoch)
+
+    def __repr__(self) -> str:
+        return f"Cursor(epoch={self.epoch}, rank={self.rank}/{self.world_size}, received={self.received})"
+
+    def jump(self, epoch: int, position: IntArray | None = None) -> None:
+        """Stand at ``position`` (int64, shape (num_splits,)) of ``epoch``, at its start if None."""
+        self.epoch = epoch
+        if position is None:
+            position = np.zeros(self.layout.num_splits, dtype=np.int64)
+        self.start = position.copy()
+        self.received = 0
+
+    def receive(self, num_rows: int) -> None:
+        """Count rows that were handed to the trainer."""
+        self.received += num_rows
+
+    def settle(self) -> None:
+        """Make the present position the one from which reading begins."""
+        self.jump(self.epoch, self.position())
+
+    def position(self) -> IntArray:
+        """Rows received of every split, int64 of shape (num_splits,)."""
+        if is_cycle_boundary(self.start):
+            return np.tile(advance(self.start[: len(self.splits)], self.received), self.world_size)
+        # (num_splits,) -> (world_size, splits per rank)
+        groups = self.start.reshape(self.world_size, -1)
+        return np.concatenate([advance(group, self.received) for group in groups])
+
+    def own_start(self) -> IntArray:
+        """Where this rank's splits stood when its reading began, int64 of shape (splits per rank,)."""
+        return self.start[self.splits.start : self.splits.stop]
+
+    def rows_left(self, rows_per_split: int) -> int:
+        """Rows that every rank still delivers in this epoch."""
+        return rows_to_deliver(self.position(), self.world_size, rows_per_split)
