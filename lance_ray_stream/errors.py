@@ -47,6 +47,10 @@ class MissingRowsError(RuntimeError):
     """The pinned version no longer delivers rows that the plan names."""
 
 
+class ReadError(RuntimeError):
+    """The storage of the table failed while rows were read, also after retries."""
+
+
 class PlanError(RuntimeError):
     """The plan of an epoch cannot be built."""
 

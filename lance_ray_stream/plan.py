@@ -1,0 +1,246 @@
+"""Which rows: the plan of one epoch, row for row the one of ``lancedb.streaming.StreamingDataset``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from lancedb.permutation import permutation_builder
+from lancedb.table import Table
+
+from .errors import InvalidArgumentError, LayoutError, PlanError
+from .spec import StreamSpec, check_int, not_enough_rows, plan_key
+from .table import describe_table, native_error_text
+
+# The rule of lancedb.streaming: seed of epoch e = shuffle_seed + e * EPOCH_PRIME, in 64 bits.
+EPOCH_PRIME = 100003
+_MEMORY_LIMIT = "LANCEDB_PERM_BUILDER_MEMORY_LIMIT"
+_LANCEDB_DEFAULT_LIMIT = 100 * 2**20
+# Sorting takes at most 48 bytes per row (measured up to 12 million rows); the limit is a cap, not an allocation.
+_BYTES_PER_ROW = 128
+
+_environment_lock = threading.Lock()
+_filtered_rows: OrderedDict[str, int] = OrderedDict()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class EpochPlan:
+    """The answer to "which row is at (split s, index i)?" for one epoch. Immutable.
+
+    Attributes:
+        epoch: The epoch.
+        num_splits: Number of splits S.
+        rows: N, the rows of the version that pass the filter.
+        ids: ``(S, L)`` uint64, the row ids; read-only.
+        fingerprint: Digest of the row ids and their shape, the same on every platform.
+    """
+
+    epoch: int
+    num_splits: int
+    rows: int
+    ids: np.ndarray = field()
+    fingerprint: str
+
+    @property
+    def rows_per_split(self) -> int:
+        """L, the rows of each split."""
+        return int(self.ids.shape[1])
+
+    @property
+    def dropped_rows(self) -> int:
+        """Surplus rows of this epoch: ``N % num_splits`` of them, so that all splits are equally long."""
+        return self.rows - self.num_splits * self.rows_per_split
+
+    def row_ids(self, split: int) -> np.ndarray:
+        """Row ids of one split in order, ``(L,)`` uint64, read-only.
+
+        Raises:
+            LayoutError: There is no such split.
+        """
+        number = check_int("split", split, minimum=0)
+        if number >= self.num_splits:
+            raise LayoutError(
+                f"there is no split {number}; the {self.num_splits} splits are 0..{self.num_splits - 1}"
+            )
+        return _read_only(self.ids[number])
+
+    def row_ids_of_step(self, step: int, global_batch_size: int) -> np.ndarray:
+        """Row ids of one global batch, ``(G,)`` uint64: cycle by cycle, in each the splits in ascending order.
+
+        The last step of an epoch may be shorter, by whole cycles.
+
+        Raises:
+            LayoutError: ``global_batch_size`` is not a multiple of ``num_splits``.
+            InvalidArgumentError: The epoch has no such step.
+        """
+        number = check_int("step", step, minimum=0)
+        size = check_int("global_batch_size", global_batch_size, minimum=1)
+        if size % self.num_splits:
+            below = size - size % self.num_splits
+            near = f"{below} or {below + self.num_splits}" if below else str(self.num_splits)
+            raise LayoutError(
+                f"global_batch_size={size} is not a multiple of num_splits={self.num_splits}, so its steps are not "
+                f"whole cycles; nearest that work: {near}"
+            )
+        cycles = size // self.num_splits
+        steps = -(-self.rows_per_split // cycles)
+        if number >= steps:
+            raise InvalidArgumentError(
+                f"there is no step {number}: epoch {self.epoch} has {self.rows_per_split} cycles, {steps} steps of "
+                f"global_batch_size={size} (0..{steps - 1})"
+            )
+        # (S, cycles) -> (cycles, S) -> (G,)
+        return _read_only(self.ids[:, number * cycles : (number + 1) * cycles].T.reshape(-1))
+
+    def __repr__(self) -> str:
+        return (
+            f"EpochPlan(epoch={self.epoch}, num_splits={self.num_splits}, rows={self.rows}, "
+            f"rows_per_split={self.rows_per_split}, dropped_rows={self.dropped_rows}, "
+            f"fingerprint={self.fingerprint!r})"
+        )
+
+
+def build_plan(spec: StreamSpec, epoch: int) -> EpochPlan:
+    """The plan of one epoch; one scan of the table's row ids, and of the filter's columns.
+
+    Raises:
+        InvalidArgumentError: The epoch is impossible.
+        NotEnoughRowsError: Fewer rows pass the filter than there are splits.
+        PlanError: lancedb could not build the plan, or built one of another shape.
+        TableNotFoundError, VersionNotFoundError: The pinned version cannot be opened.
+    """
+    if spec.num_splits is None:
+        raise PlanError("num_splits is not decided yet; a plan needs it")
+    last_epoch = (2**64 - 1 - spec.shuffle_seed) // EPOCH_PRIME
+    number = check_int("epoch", epoch, minimum=0, maximum=last_epoch)
+    table = spec.table.open()
+    ids = _permutation(spec, spec.num_splits, number, table)
+    rows = spec.total_rows if spec.filter is None else _rows_of_filter(spec, table)
+    if ids.shape[1] != rows // spec.num_splits:
+        raise PlanError(
+            f"{describe_table(table)}: lancedb planned {ids.shape[1]} rows per split, but {rows} rows over "
+            f"{spec.num_splits} splits are {rows // spec.num_splits} each"
+        )
+    return EpochPlan(
+        epoch=number, num_splits=spec.num_splits, rows=rows, ids=_read_only(ids), fingerprint=fingerprint(ids)
+    )
+
+
+def fingerprint(ids: np.ndarray) -> str:
+    """Digest of ``(S, L)`` uint64 row ids and of their shape; the byte order is fixed, so it means the same anywhere."""
+    digest = hashlib.blake2b(f"{ids.shape[0]}x{ids.shape[1]}:".encode(), digest_size=8)
+    digest.update(np.ascontiguousarray(ids, dtype="<u8").data)
+    return digest.hexdigest()
+
+
+def _permutation(spec: StreamSpec, num_splits: int, epoch: int, table: Table) -> np.ndarray:
+    """lancedb's permutation as ``(S, L)`` uint64 row ids."""
+    try:
+        with _memory_limit(spec.total_rows):
+            builder = permutation_builder(table)
+            if spec.filter is not None:
+                builder = builder.filter(spec.filter)
+            if spec.shuffle:
+                seed = spec.shuffle_seed + epoch * EPOCH_PRIME
+                builder = builder.split_random(
+                    fixed=num_splits, seed=seed, clump_size=spec.shuffle_clump_size
+                )
+            else:
+                builder = builder.split_sequential(fixed=num_splits)
+            permutation = builder.execute().to_arrow()
+    except Exception as error:
+        message = native_error_text(table, error)
+    else:
+        return _split_matrix(permutation, num_splits, describe_table(table))
+    raise _plan_error(spec, num_splits, table, message)
+
+
+def _plan_error(spec: StreamSpec, num_splits: int, table: Table, message: str) -> Exception:
+    """What a failed permutation means, with the way out."""
+    if "splits but only" in message:
+        rows = spec.total_rows if spec.filter is None else _rows_of_filter(spec, table)
+        return not_enough_rows(describe_table(table), rows, num_splits, spec.filter)
+    if "divisible by clump size" in message:
+        return PlanError(
+            f"lancedb cannot shuffle this many rows ({spec.total_rows}) in clumps of {spec.shuffle_clump_size}: it then "
+            "shuffles blocks of 1024 rows, and a clump must divide them. Use a shuffle_clump_size that is a power of "
+            "two up to 1024, or None"
+        )
+    if "memory" in message.lower():
+        return PlanError(
+            f"planning {spec.total_rows} rows of {describe_table(table)} needs more memory than allowed; raise the "
+            f"environment variable {_MEMORY_LIMIT} (bytes): {message}"
+        )
+    return PlanError(f"lancedb could not plan {describe_table(table)}: {message}")
+
+
+def _split_matrix(permutation: pa.Table, num_splits: int, table: str) -> np.ndarray:
+    """Row ids ``(S, L)`` of a permutation table (row_id, split_id), after checking that it is grouped and even."""
+    rows_per_split, surplus = divmod(permutation.num_rows, num_splits)
+    split_ids = permutation["split_id"].to_numpy()
+    grouped = not surplus and bool(
+        (split_ids.reshape(num_splits, -1) == np.arange(num_splits)[:, None]).all()
+    )
+    if not grouped or permutation["row_id"].null_count:
+        sizes = np.unique(split_ids, return_counts=True)[1]
+        raise PlanError(
+            f"{table}: lancedb returned a permutation that is not {num_splits} equal splits in order (sizes "
+            f"{sizes.min(initial=0)}..{sizes.max(initial=0)}, {len(sizes)} splits); no stream can be built on it"
+        )
+    return np.ascontiguousarray(permutation["row_id"].to_numpy(), dtype=np.uint64).reshape(
+        num_splits, rows_per_split
+    )
+
+
+def _rows_of_filter(spec: StreamSpec, table: Table) -> int:
+    """N: counted once per version and filter, since a plan alone does not tell how many rows it dropped."""
+    key = plan_key(spec)
+    if key not in _filtered_rows:
+        try:
+            _filtered_rows[key] = table.count_rows(spec.filter)
+        except Exception as error:
+            message = native_error_text(table, error)
+        else:
+            message = ""
+        if message:
+            raise PlanError(
+                f"cannot count the rows of {describe_table(table)} that pass {spec.filter!r}: {message}"
+            )
+        while len(_filtered_rows) > 64:
+            _filtered_rows.popitem(last=False)
+    return _filtered_rows[key]
+
+
+@contextmanager
+def _memory_limit(rows: int) -> Iterator[None]:
+    """Let lancedb sort ``rows`` row ids in memory: its default limit ends at about 2 million.
+
+    The limit can only be given by environment, so it is raised for the time of one plan, one plan at a time.
+    """
+    need = _LANCEDB_DEFAULT_LIMIT + rows * _BYTES_PER_ROW
+    with _environment_lock:
+        before = os.environ.get(_MEMORY_LIMIT)
+        if before is not None and before.strip().isdigit() and int(before) >= need:
+            yield
+            return
+        os.environ[_MEMORY_LIMIT] = str(need)
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(_MEMORY_LIMIT, None)
+            else:
+                os.environ[_MEMORY_LIMIT] = before
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view

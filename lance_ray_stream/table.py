@@ -1,0 +1,401 @@
+"""What is read: a LanceDB table pinned to one version, reopened anywhere, named without secrets.
+
+Private names of lancedb that are used here, and nowhere else in the package:
+
+* ``LanceTable._conn``: the connection a handle came from. lancedb offers no public way from a table back to
+  the uri and storage options that open it again; ``lancedb.permutation`` reads the same attribute.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import quote, urlsplit, urlunsplit
+
+import lancedb
+from lancedb.table import AsyncTable, LanceTable, Table
+
+from .errors import InvalidArgumentError, TableNotFoundError, VersionNotFoundError
+
+ConnectionFactory = Callable[[str], Table]
+
+# Handles that one process keeps open at the same time; the least recently used one is let go.
+_MAX_OPEN_TABLES = 16
+# In these schemes the part before "@" names a container, not a user.
+_CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "wasb", "wasbs"})
+_SECRET_NAME = re.compile(r"key|secret|token|passw|credential|sas|auth", re.IGNORECASE)
+_NATIVE_SOURCE = re.compile(r"(, )?/[^\s,]*\.rs:\d+(:\d+)?")
+
+
+@dataclass(frozen=True, repr=False)
+class TableRef:
+    """A LanceDB table by name: small, picklable, and good in every process.
+
+    Args:
+        uri: Directory or object store path that ``lancedb.connect`` takes. A relative local path becomes
+            absolute, because a worker has another working directory.
+        name: Name of the table.
+        version: Version number or tag, as ``Table.checkout`` takes it; ``None`` means the latest.
+        storage_options: What ``lancedb.connect`` needs to reach the storage. They travel in the pickle; use a
+            ``connection_factory`` where they must not.
+        namespace_path: Namespace of the table, outermost first.
+        connection_factory: Called with the table name in every process; returns a newly opened table. It must be
+            picklable and must not hold secrets itself: let it read them from the environment.
+
+    Raises:
+        InvalidArgumentError: An argument has a wrong type, or the table cannot be reopened elsewhere
+            (``memory://``, ``db://``, a namespace connection without a factory).
+    """
+
+    uri: str
+    name: str
+    version: int | str | None = field(default=None, kw_only=True)
+    storage_options: Mapping[str, str] | None = field(default=None, kw_only=True, hash=False)
+    namespace_path: tuple[str, ...] = field(default=(), kw_only=True)
+    connection_factory: ConnectionFactory | None = field(default=None, kw_only=True, hash=False)
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("version", _check_version(self.version))
+        if not isinstance(self.name, str) or not self.name:
+            raise InvalidArgumentError(f"name must be the name of a table, got {self.name!r}")
+        if isinstance(self.namespace_path, str):
+            raise InvalidArgumentError(
+                f"namespace_path must be a sequence of names, got {self.namespace_path!r}"
+            )
+        put("namespace_path", tuple(self.namespace_path))
+        if self.connection_factory is not None and not callable(self.connection_factory):
+            raise InvalidArgumentError(
+                f"connection_factory must be callable, got {type(self.connection_factory).__name__}"
+            )
+        put("storage_options", _check_storage_options(self.storage_options))
+        if self.connection_factory is not None and self.storage_options:
+            raise InvalidArgumentError(
+                "give storage_options or a connection_factory, not both: the factory opens the table, and the options "
+                "would put credentials into every pickle"
+            )
+        uri = _absolute_uri(self.uri)
+        if self.connection_factory is not None:
+            uri = _public_uri(uri)  # the factory knows the way in; the uri is then only a name
+        elif urlsplit(uri).scheme == "namespace":
+            raise InvalidArgumentError(
+                f"table {self.name!r} is opened through a namespace connection ({uri}), which cannot be made again "
+                "from its uri; pass connection_factory=, a function of the table name that returns the opened table"
+            )
+        put("uri", uri)
+        # Tells one factory's tables from another's after pickling, when the factories are no longer the same object.
+        put("_token", uuid.uuid4().hex)
+
+    @classmethod
+    def from_table(cls, table: Table, *, connection_factory: ConnectionFactory | None = None) -> TableRef:
+        """The reference of an opened table, pinned to the version of that handle (``table.version``).
+
+        The handle is only looked at, never changed. With a ``connection_factory`` the connection's storage
+        options are not kept.
+
+        Raises:
+            InvalidArgumentError: Not an opened local LanceDB table, or one that lives on a branch.
+        """
+        check_table(table)
+        connection = table._conn
+        options: dict[str, str] = {}
+        if connection_factory is None:
+            options |= getattr(connection, "storage_options", None) or {}
+            options |= table.initial_storage_options() or {}
+        return cls(
+            connection.uri,
+            table.name,
+            version=table.version,
+            storage_options=options or None,
+            namespace_path=tuple(table.namespace),
+            connection_factory=connection_factory,
+        )
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the version is a number, so that the reference means the same rows for ever."""
+        return isinstance(self.version, int)
+
+    def pin(self) -> TableRef:
+        """This reference with its version resolved to a number: a tag to its version, ``None`` to the latest now.
+
+        Raises:
+            TableNotFoundError: The table cannot be opened.
+            VersionNotFoundError: The tag does not exist.
+        """
+        if self.is_pinned:
+            return self
+        table = self._open_new()
+        return self.with_version(table.version)
+
+    def with_version(self, version: int) -> TableRef:
+        """The same table at another version."""
+        return replace(self, version=version)
+
+    def open(self) -> LanceTable:
+        """The table, checked out at the version; opened once per process and shared by its threads.
+
+        The handle is this package's own: it is never the user's, and it must not be checked out elsewhere.
+
+        Raises:
+            TableNotFoundError: The table cannot be opened.
+            VersionNotFoundError: The version no longer exists, or never did.
+        """
+        if not self.is_pinned:
+            return self._open_new()
+        return _open_tables.get(self._cache_key(), self._open_new)
+
+    def identity(self) -> dict[str, object]:
+        """Which table this is, as JSON, without credentials and without the version."""
+        return {"uri": _public_uri(self.uri), "name": self.name, "namespace_path": list(self.namespace_path)}
+
+    def __repr__(self) -> str:
+        parts = [f"uri={_public_uri(self.uri)!r}", f"name={self.name!r}", f"version={self.version!r}"]
+        if self.namespace_path:
+            parts.append(f"namespace_path={self.namespace_path!r}")
+        if self.connection_factory is not None:
+            parts.append("connection_factory=...")
+        return f"TableRef({', '.join(parts)})"
+
+    def _cache_key(self) -> tuple[object, ...]:
+        way_in: object = tuple(sorted((self.storage_options or {}).items()))
+        if self.connection_factory is not None:
+            way_in = self.__dict__["_token"]
+        return (self.uri, self.name, self.namespace_path, self.version, way_in)
+
+    def _open_new(self) -> LanceTable:
+        table = self._call_factory() if self.connection_factory is not None else self._connect()
+        check_table(table)
+        if self.version is not None:
+            self._checkout(table)
+        return table
+
+    def _connect(self) -> LanceTable:
+        # lancedb.connect creates a missing local directory: a typo must not leave one behind.
+        if not urlsplit(self.uri).scheme and not os.path.isdir(self.uri):
+            raise TableNotFoundError(f"cannot open {self._label()}: there is no directory {self.uri!r}")
+        options = dict(self.storage_options) if self.storage_options else None
+        try:
+            connection = lancedb.connect(self.uri, storage_options=options)
+            return connection.open_table(self.name, namespace_path=list(self.namespace_path) or None)
+        except Exception as error:
+            message = scrub(str(error), uri=self.uri, storage_options=self.storage_options)
+        raise TableNotFoundError(f"cannot open {self._label()}: {message}")
+
+    def _call_factory(self) -> LanceTable:
+        assert self.connection_factory is not None
+        try:
+            table = self.connection_factory(self.name)
+        except Exception as error:
+            cause = _where(error)  # the text may hold a credential that only the factory knows
+        else:
+            if _open_tables.holds(table):
+                raise InvalidArgumentError(
+                    f"connection_factory returned the same opened table twice for {self.name!r}; it must open a new "
+                    "one at each call, because every version of a stream has a handle of its own"
+                )
+            return table
+        raise TableNotFoundError(
+            f"cannot open {self._label()}: its connection_factory raised {cause}. The text of that error is withheld "
+            "because it may hold credentials; call the factory by itself to see it"
+        )
+
+    def _checkout(self, table: LanceTable) -> None:
+        assert self.version is not None
+        try:
+            table.checkout(self.version)
+            return
+        except Exception as error:
+            message = scrub(str(error), uri=self.uri, storage_options=self.storage_options)
+        raise VersionNotFoundError(
+            f"{self._label()} has no version {self.version!r} ({message}). {_existing_versions(table, self.version)}"
+        )
+
+    def _label(self) -> str:
+        path = "".join(f"{part}." for part in self.namespace_path)
+        return f"table {path + self.name!r} in {_public_uri(self.uri)!r}"
+
+
+class _OpenTables:
+    """The handles of this process, least recently used first. Safe from threads and after a fork."""
+
+    def __init__(self) -> None:
+        self._inherited: list[object] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: OrderedDict[tuple[object, ...], LanceTable] = OrderedDict()
+
+    def reset_after_fork(self) -> None:
+        # The parent's handles do not work in a forked child, and closing them there may block: keep them, unused.
+        self._inherited.append(self._tables)
+        self._reset()
+
+    def get(self, key: tuple[object, ...], open_table: Callable[[], LanceTable]) -> LanceTable:
+        lock = self._lock
+        with lock:
+            table = self._tables.get(key)
+            if table is None:
+                table = self._tables[key] = open_table()
+                if len(self._tables) > _MAX_OPEN_TABLES:
+                    self._tables.popitem(last=False)
+            self._tables.move_to_end(key)
+            return table
+
+    def holds(self, table: object) -> bool:
+        return any(table is other for other in list(self._tables.values()))
+
+
+_open_tables = _OpenTables()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_open_tables.reset_after_fork)
+
+
+def check_table(table: object) -> None:
+    """Refuse what is not an opened local LanceDB table on its main branch.
+
+    Raises:
+        InvalidArgumentError: With the reason and the way out.
+    """
+    if isinstance(table, AsyncTable):
+        raise InvalidArgumentError(
+            "an AsyncTable cannot be streamed; open the table with lancedb.connect(...).open_table(...), or pass "
+            "TableRef(uri, name)"
+        )
+    if isinstance(table, Table) and not isinstance(table, LanceTable):
+        raise InvalidArgumentError(
+            f"remote table {table.name!r} ({type(table).__name__}) cannot be streamed: its rows cannot be pinned and "
+            "fetched by row id. Open it where it is stored: lancedb.connect('s3://...') or a local path"
+        )
+    if not isinstance(table, LanceTable):
+        raise InvalidArgumentError(
+            f"expected an opened LanceDB table or a TableRef(uri, name), got {type(table).__name__}"
+        )
+    branch = table.current_branch()
+    if branch is not None:
+        raise InvalidArgumentError(
+            f"table {table.name!r} is on branch {branch!r}; version numbers of a branch mean nothing on main, so a "
+            "branch cannot be streamed. Open the table without checking out a branch"
+        )
+
+
+def describe_table(table: Table) -> str:
+    """Name, place and version of an opened table for an error text, without credentials."""
+    uri = _public_uri(getattr(table._conn, "uri", ""))  # type: ignore[attr-defined]
+    return f"table {table.name!r} in {uri!r}, version {table.version}"
+
+
+def native_error_text(table: Table, error: BaseException) -> str:
+    """What lancedb said, without credentials and without the source lines of its Rust code."""
+    connection = table._conn  # type: ignore[attr-defined]
+    options = dict(getattr(connection, "storage_options", None) or {})
+    if isinstance(table, LanceTable):
+        options |= table.initial_storage_options() or {}
+    text = str(error) or type(error).__name__
+    return scrub(text, uri=getattr(connection, "uri", ""), storage_options=options)
+
+
+def scrub(text: str, *, uri: str, storage_options: Mapping[str, str] | None) -> str:
+    """``text`` without the values of the storage options, of the uri's credentials and of secret variables."""
+    text = text.replace(uri, _public_uri(uri)) if uri else text
+    secrets = {
+        v for k, v in (storage_options or {}).items() if len(v) >= (3 if _SECRET_NAME.search(k) else 6)
+    }
+    secrets |= {v for k, v in os.environ.items() if len(v) >= 6 and _SECRET_NAME.search(k)}
+    parts = urlsplit(uri)
+    if parts.scheme and _public_uri(uri) != uri:
+        secrets |= {part for part in (parts.password, parts.username, parts.query) if part}
+    for secret in sorted(secrets | {quote(s, safe="") for s in secrets}, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return _NATIVE_SOURCE.sub("", text).strip()
+
+
+def _check_version(version: object) -> int | str | None:
+    if version is None or (isinstance(version, str) and version):
+        return version
+    try:
+        number = operator.index(version)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if isinstance(version, bool) or not 0 < number < 2**63:
+        raise InvalidArgumentError(
+            f"version must be a positive version number, a tag or None, got {version!r}"
+        )
+    return number
+
+
+def _check_storage_options(options: object) -> Mapping[str, str] | None:
+    if options is None:
+        return None
+    if not isinstance(options, Mapping):
+        raise InvalidArgumentError(f"storage_options must map names to strings, got {type(options).__name__}")
+    wrong = [key for key, value in options.items() if not (isinstance(key, str) and isinstance(value, str))]
+    if wrong:
+        raise InvalidArgumentError(f"storage_options must map names to strings; not so for {wrong!r}")
+    return dict(options)
+
+
+def _absolute_uri(uri: object) -> str:
+    if isinstance(uri, os.PathLike):
+        uri = os.fspath(uri)
+    if not isinstance(uri, str) or not uri:
+        raise InvalidArgumentError(f"uri must be what lancedb.connect takes, got {type(uri).__name__}")
+    scheme = urlsplit(uri).scheme.lower()
+    if scheme == "memory":
+        raise InvalidArgumentError(
+            "a memory:// table exists in this process alone, and a stream is read by others; write the table to a "
+            "directory or an object store first"
+        )
+    if scheme == "db":
+        raise InvalidArgumentError(
+            "remote tables (db://...) cannot be streamed: their rows cannot be pinned and fetched by row id. Open the "
+            "table where it is stored: lancedb.connect('s3://...') or a local path"
+        )
+    if scheme == "file":
+        uri = re.sub(r"^file:(//)?", "", uri, flags=re.IGNORECASE)
+    elif len(scheme) > 1:  # one letter is a drive
+        return uri.rstrip("/")
+    return os.path.abspath(os.path.expanduser(uri))
+
+
+def _public_uri(uri: str) -> str:
+    """The uri without userinfo, query and fragment."""
+    parts = urlsplit(uri)
+    if len(parts.scheme) < 2:
+        return uri
+    user, at, host = parts.netloc.rpartition("@")
+    if at and parts.scheme in _CONTAINER_SCHEMES:
+        host = f"{user.partition(':')[0]}@{host}"
+    return urlunsplit((parts.scheme, host, parts.path, "", ""))
+
+
+def _existing_versions(table: LanceTable, asked: int | str) -> str:
+    try:
+        if isinstance(asked, str):
+            tags = sorted(table.tags.list())
+            return f"Tags: {', '.join(tags[:20]) or 'none'}"
+        versions = sorted(v["version"] for v in table.list_versions())
+    except Exception:
+        return "Its versions cannot be listed"
+    shown = [str(v) for v in (versions if len(versions) <= 8 else [*versions[:3], "...", *versions[-4:]])]
+    return (
+        f"Versions that exist: {', '.join(shown) or 'none'}; cleanup removes old ones unless they are tagged"
+    )
+
+
+def _where(error: BaseException) -> str:
+    trace: Any = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f" at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
+    return type(error).__name__ + place
