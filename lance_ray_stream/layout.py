@@ -61,9 +61,7 @@ class SplitLayout:
             raise InvalidArgumentError("world_sizes is empty: name at least one number of ranks.")
         return cls(math.lcm(*sizes) * check_int("num_workers", num_workers, minimum=1))
 
-    def splits_of(
-        self, rank: int, world_size: int, worker: int | None = None, num_workers: int = 1
-    ) -> range:
+    def splits_of(self, rank: int, world_size: int, worker: int | None = None, num_workers: int = 1) -> range:
         """The splits of ``rank``, or of one of its reader workers if ``worker`` is given.
 
         Raises:
@@ -89,9 +87,7 @@ class SplitLayout:
         limit = per_worker if up_to is None else min(per_worker, check_int("up_to", up_to, minimum=1))
         return [size for size in _divisors(per_worker) if size <= limit]
 
-    def check(
-        self, world_size: int, num_workers: int = 1, global_batch_size: int | None = None
-    ) -> None:
+    def check(self, world_size: int, num_workers: int = 1, global_batch_size: int | None = None) -> None:
         """Refuse numbers for which the guarantees G2 and G6 cannot hold.
 
         Raises:

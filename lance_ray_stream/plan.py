@@ -8,12 +8,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 from lancedb.permutation import permutation_builder
-from lancedb.table import Table
+from lancedb.table import LanceTable
 
 from .errors import InvalidArgumentError, LayoutError, PlanError
 from .spec import StreamSpec, check_int, not_enough_rows, plan_key
@@ -23,8 +23,9 @@ from .table import describe_table, native_error_text
 EPOCH_PRIME = 100003
 _MEMORY_LIMIT = "LANCEDB_PERM_BUILDER_MEMORY_LIMIT"
 _LANCEDB_DEFAULT_LIMIT = 100 * 2**20
-# Sorting takes at most 48 bytes per row (measured up to 12 million rows); the limit is a cap, not an allocation.
+# Sorting takes less than 64 bytes per row (measured up to 12 million). This is a cap, not an allocation.
 _BYTES_PER_ROW = 128
+_FIXED_BYTES = 32 * 2**20
 
 _environment_lock = threading.Lock()
 _filtered_rows: OrderedDict[str, int] = OrderedDict()
@@ -45,7 +46,7 @@ class EpochPlan:
     epoch: int
     num_splits: int
     rows: int
-    ids: np.ndarray = field()
+    ids: np.ndarray
     fingerprint: str
 
     @property
@@ -72,7 +73,7 @@ class EpochPlan:
         return _read_only(self.ids[number])
 
     def row_ids_of_step(self, step: int, global_batch_size: int) -> np.ndarray:
-        """Row ids of one global batch, ``(G,)`` uint64: cycle by cycle, in each the splits in ascending order.
+        """Row ids of one global batch, ``(G,)`` uint64: cycle by cycle, in each the splits ascending.
 
         The last step of an epoch may be shorter, by whole cycles.
 
@@ -86,14 +87,16 @@ class EpochPlan:
             below = size - size % self.num_splits
             near = f"{below} or {below + self.num_splits}" if below else str(self.num_splits)
             raise LayoutError(
-                f"global_batch_size={size} is not a multiple of num_splits={self.num_splits}, so its steps are not "
+                f"global_batch_size={size} is not a multiple of num_splits={self.num_splits}, so its steps "
+                "are not "
                 f"whole cycles; nearest that work: {near}"
             )
         cycles = size // self.num_splits
         steps = -(-self.rows_per_split // cycles)
         if number >= steps:
             raise InvalidArgumentError(
-                f"there is no step {number}: epoch {self.epoch} has {self.rows_per_split} cycles, {steps} steps of "
+                f"there is no step {number}: epoch {self.epoch} has {self.rows_per_split} cycles, {steps} "
+                "steps of "
                 f"global_batch_size={size} (0..{steps - 1})"
             )
         # (S, cycles) -> (cycles, S) -> (G,)
@@ -134,13 +137,13 @@ def build_plan(spec: StreamSpec, epoch: int) -> EpochPlan:
 
 
 def fingerprint(ids: np.ndarray) -> str:
-    """Digest of ``(S, L)`` uint64 row ids and of their shape; the byte order is fixed, so it means the same anywhere."""
+    """Digest of ``(S, L)`` uint64 row ids and of their shape; the byte order is fixed, as for every machine."""
     digest = hashlib.blake2b(f"{ids.shape[0]}x{ids.shape[1]}:".encode(), digest_size=8)
     digest.update(np.ascontiguousarray(ids, dtype="<u8").data)
     return digest.hexdigest()
 
 
-def _permutation(spec: StreamSpec, num_splits: int, epoch: int, table: Table) -> np.ndarray:
+def _permutation(spec: StreamSpec, num_splits: int, epoch: int, table: LanceTable) -> np.ndarray:
     """lancedb's permutation as ``(S, L)`` uint64 row ids."""
     try:
         with _memory_limit(spec.total_rows):
@@ -162,27 +165,30 @@ def _permutation(spec: StreamSpec, num_splits: int, epoch: int, table: Table) ->
     raise _plan_error(spec, num_splits, table, message)
 
 
-def _plan_error(spec: StreamSpec, num_splits: int, table: Table, message: str) -> Exception:
+def _plan_error(spec: StreamSpec, num_splits: int, table: LanceTable, message: str) -> Exception:
     """What a failed permutation means, with the way out."""
     if "splits but only" in message:
         rows = spec.total_rows if spec.filter is None else _rows_of_filter(spec, table)
         return not_enough_rows(describe_table(table), rows, num_splits, spec.filter)
     if "divisible by clump size" in message:
         return PlanError(
-            f"lancedb cannot shuffle this many rows ({spec.total_rows}) in clumps of {spec.shuffle_clump_size}: it then "
-            "shuffles blocks of 1024 rows, and a clump must divide them. Use a shuffle_clump_size that is a power of "
+            f"lancedb cannot shuffle this many rows ({spec.total_rows}) in clumps of "
+            f"{spec.shuffle_clump_size}: it then "
+            "shuffles blocks of 1024 rows, and a clump must divide them. Use a shuffle_clump_size that is a "
+            "power of "
             "two up to 1024, or None"
         )
     if "memory" in message.lower():
         return PlanError(
-            f"planning {spec.total_rows} rows of {describe_table(table)} needs more memory than allowed; raise the "
+            f"planning {spec.total_rows} rows of {describe_table(table)} needs more memory than allowed; "
+            "raise the "
             f"environment variable {_MEMORY_LIMIT} (bytes): {message}"
         )
     return PlanError(f"lancedb could not plan {describe_table(table)}: {message}")
 
 
 def _split_matrix(permutation: pa.Table, num_splits: int, table: str) -> np.ndarray:
-    """Row ids ``(S, L)`` of a permutation table (row_id, split_id), after checking that it is grouped and even."""
+    """Row ids ``(S, L)`` of a permutation table (row_id, split_id) that is seen to be grouped and even."""
     rows_per_split, surplus = divmod(permutation.num_rows, num_splits)
     split_ids = permutation["split_id"].to_numpy()
     grouped = not surplus and bool(
@@ -192,14 +198,15 @@ def _split_matrix(permutation: pa.Table, num_splits: int, table: str) -> np.ndar
         sizes = np.unique(split_ids, return_counts=True)[1]
         raise PlanError(
             f"{table}: lancedb returned a permutation that is not {num_splits} equal splits in order (sizes "
-            f"{sizes.min(initial=0)}..{sizes.max(initial=0)}, {len(sizes)} splits); no stream can be built on it"
+            f"{sizes.min(initial=0)}..{sizes.max(initial=0)}, {len(sizes)} splits); no stream can be built "
+            "on it"
         )
     return np.ascontiguousarray(permutation["row_id"].to_numpy(), dtype=np.uint64).reshape(
         num_splits, rows_per_split
     )
 
 
-def _rows_of_filter(spec: StreamSpec, table: Table) -> int:
+def _rows_of_filter(spec: StreamSpec, table: LanceTable) -> int:
     """N: counted once per version and filter, since a plan alone does not tell how many rows it dropped."""
     key = plan_key(spec)
     if key not in _filtered_rows:
@@ -224,10 +231,11 @@ def _memory_limit(rows: int) -> Iterator[None]:
 
     The limit can only be given by environment, so it is raised for the time of one plan, one plan at a time.
     """
-    need = _LANCEDB_DEFAULT_LIMIT + rows * _BYTES_PER_ROW
+    need = _FIXED_BYTES + rows * _BYTES_PER_ROW
     with _environment_lock:
         before = os.environ.get(_MEMORY_LIMIT)
-        if before is not None and before.strip().isdigit() and int(before) >= need:
+        allowed = int(before) if before is not None and before.isdigit() else _LANCEDB_DEFAULT_LIMIT
+        if allowed >= need:
             yield
             return
         os.environ[_MEMORY_LIMIT] = str(need)
@@ -241,6 +249,6 @@ def _memory_limit(rows: int) -> Iterator[None]:
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
+    view: np.ndarray = array.view()
     view.flags.writeable = False
     return view

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
-from lancedb.table import Table
+from lancedb.table import LanceTable, Table
 
 from .errors import InvalidArgumentError, NotEnoughRowsError
 from .reader import ROW_ID, delivered_schema
@@ -43,6 +43,7 @@ class StreamSpec:
         columns: Columns that are delivered, in this order; ``None`` means all.
         shuffle_algorithm: Which planner makes the order.
         version_given: Whether the user named the version: a state of another version is then refused.
+        seed_given: Whether the user named the seed: a state of another seed is then refused.
         schema: Schema of the delivered rows. Blob columns are ``large_binary``.
         total_rows: Rows of the version, before the filter.
         row_bytes: Estimated bytes of one delivered row, for sizing windows only.
@@ -57,6 +58,7 @@ class StreamSpec:
     filter: str | None
     shuffle_algorithm: str
     version_given: bool
+    seed_given: bool
     schema: pa.Schema
     total_rows: int
     row_bytes: int
@@ -96,7 +98,8 @@ def make_spec(
     )
     if shuffle_algorithm not in SHUFFLE_ALGORITHMS:
         raise InvalidArgumentError(
-            f"shuffle_algorithm must be one of {', '.join(map(repr, SHUFFLE_ALGORITHMS))}, got {shuffle_algorithm!r}"
+            f"shuffle_algorithm must be one of {', '.join(map(repr, SHUFFLE_ALGORITHMS))}, got "
+            f"{shuffle_algorithm!r}"
         )
     names = _check_column_list(columns)
     condition = _check_filter(filter)
@@ -113,15 +116,16 @@ def make_spec(
         filter=condition,
         shuffle_algorithm=shuffle_algorithm,
         version_given=version_given,
+        seed_given=shuffle_seed is not None,
         **_facts(pinned, splits, names, condition),
     )
 
 
 def repin(spec: StreamSpec, version: int) -> StreamSpec:
-    """The same stream on another version of its table; everything that depends on the version is looked up again.
+    """The same stream on another version of its table; what depends on the version is looked up again.
 
     Raises:
-        Those of :func:`make_spec`: the columns, the filter and the number of splits must fit that version too.
+        Those of :func:`make_spec`: columns, filter and number of splits must fit that version too.
     """
     if version == spec.table.version:
         return spec
@@ -212,7 +216,7 @@ def _check_column_list(columns: object) -> tuple[str, ...] | None:
     return names
 
 
-def _check_columns_exist(table: Table, columns: tuple[str, ...] | None) -> None:
+def _check_columns_exist(table: LanceTable, columns: tuple[str, ...] | None) -> None:
     known = [*table.schema.names, ROW_ID]
     missing = [name for name in columns or () if name not in known]
     if not missing:
@@ -243,15 +247,17 @@ def _check_filter(filter: object) -> str | None:
     volatile = _VOLATILE.search(_QUOTED.sub("''", filter))
     if volatile:
         raise InvalidArgumentError(
-            f"filter {filter!r} uses {volatile.group(1) or volatile.group(2)}, whose value changes from one evaluation "
-            "to the next: the stream would not be the same after a restart. Write the value into the filter, or store "
+            f"filter {filter!r} uses {volatile.group(1) or volatile.group(2)}, whose value changes from one "
+            "evaluation "
+            "to the next: the stream would not be the same after a restart. Write the value into the filter, "
+            "or store "
             "it in a column"
         )
     return filter
 
 
-def _row_bytes(table: Table, schema: pa.Schema) -> int:
-    """Estimated bytes of one delivered row: widths of fixed-width types, and the table's own size for the others."""
+def _row_bytes(table: LanceTable, schema: pa.Schema) -> int:
+    """Estimated bytes of one delivered row: from fixed-width types, else from the size of the table."""
     delivered = sum(_fixed_bytes(f.type) or 0 for f in schema)
     variable = sum(_fixed_bytes(f.type) is None for f in schema)
     if variable:
@@ -267,7 +273,7 @@ def _row_bytes(table: Table, schema: pa.Schema) -> int:
 
 def _fixed_bytes(data_type: pa.DataType) -> float | None:
     """Bytes of one value of a fixed-width type, ``None`` for the others."""
-    if isinstance(data_type, pa.ExtensionType | pa.BaseExtensionType):
+    if isinstance(data_type, pa.BaseExtensionType):
         return _fixed_bytes(data_type.storage_type)
     if pa.types.is_dictionary(data_type):
         return _fixed_bytes(data_type.index_type)
@@ -280,6 +286,6 @@ def _fixed_bytes(data_type: pa.DataType) -> float | None:
     if pa.types.is_null(data_type):
         return 0
     try:
-        return data_type.bit_width / 8
+        return float(data_type.bit_width) / 8
     except ValueError:
         return None

@@ -87,7 +87,9 @@ def parse_state(state: object) -> StreamState:
     if not isinstance(state, Mapping):
         raise StateError(f"A state is a dictionary as state_dict() returns it, got {type(state).__name__}.")
     if "pack_buffers" in state:
-        raise StateError("The state is one of packed sequences (pack_sequences=...), which this stream has not.")
+        raise StateError(
+            "The state is one of packed sequences (pack_sequences=...), which this stream has not."
+        )
     try:
         num_splits = check_int("num_splits", _required(state, "num_splits"), minimum=1)
         shuffle_seed = check_int("shuffle_seed", _required(state, "shuffle_seed"))

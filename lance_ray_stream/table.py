@@ -16,8 +16,9 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 
 import lancedb
 from lancedb.table import AsyncTable, LanceTable, Table
@@ -30,7 +31,7 @@ ConnectionFactory = Callable[[str], Table]
 _MAX_OPEN_TABLES = 16
 # In these schemes the part before "@" names a container, not a user.
 _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "wasb", "wasbs"})
-_SECRET_NAME = re.compile(r"key|secret|token|passw|credential|sas|auth", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"secret|token|passw|credential|authorization|key(_id)?$|sas", re.IGNORECASE)
 _NATIVE_SOURCE = re.compile(r"(, )?/[^\s,]*\.rs:\d+(:\d+)?")
 
 
@@ -46,8 +47,9 @@ class TableRef:
         storage_options: What ``lancedb.connect`` needs to reach the storage. They travel in the pickle; use a
             ``connection_factory`` where they must not.
         namespace_path: Namespace of the table, outermost first.
-        connection_factory: Called with the table name in every process; returns a newly opened table. It must be
-            picklable and must not hold secrets itself: let it read them from the environment.
+        connection_factory: Called with the table name in every process; returns a table that it opened for
+            this call. It must be picklable and must not hold secrets itself: let it read them from the
+            environment.
 
     Raises:
         InvalidArgumentError: An argument has a wrong type, or the table cannot be reopened elsewhere
@@ -62,25 +64,19 @@ class TableRef:
     connection_factory: ConnectionFactory | None = field(default=None, kw_only=True, hash=False)
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
+        put = partial(object.__setattr__, self)
         put("version", _check_version(self.version))
         if not isinstance(self.name, str) or not self.name:
             raise InvalidArgumentError(f"name must be the name of a table, got {self.name!r}")
-        if isinstance(self.namespace_path, str):
-            raise InvalidArgumentError(
-                f"namespace_path must be a sequence of names, got {self.namespace_path!r}"
-            )
-        put("namespace_path", tuple(self.namespace_path))
-        if self.connection_factory is not None and not callable(self.connection_factory):
-            raise InvalidArgumentError(
-                f"connection_factory must be callable, got {type(self.connection_factory).__name__}"
-            )
+        put("namespace_path", _check_namespace(self.namespace_path))
         put("storage_options", _check_storage_options(self.storage_options))
+        if not callable(self.connection_factory or len):
+            kind = type(self.connection_factory).__name__
+            raise InvalidArgumentError(f"connection_factory must be a function of the table name, got {kind}")
         if self.connection_factory is not None and self.storage_options:
             raise InvalidArgumentError(
-                "give storage_options or a connection_factory, not both: the factory opens the table, and the options "
+                "give storage_options or a connection_factory, not both: the factory opens the table, and "
+                "the options "
                 "would put credentials into every pickle"
             )
         uri = _absolute_uri(self.uri)
@@ -88,11 +84,13 @@ class TableRef:
             uri = _public_uri(uri)  # the factory knows the way in; the uri is then only a name
         elif urlsplit(uri).scheme == "namespace":
             raise InvalidArgumentError(
-                f"table {self.name!r} is opened through a namespace connection ({uri}), which cannot be made again "
-                "from its uri; pass connection_factory=, a function of the table name that returns the opened table"
+                f"table {self.name!r} is opened through a namespace connection ({uri}), which cannot be made "
+                "again "
+                "from its uri; pass connection_factory=, a function of the table name that returns the "
+                "opened table"
             )
         put("uri", uri)
-        # Tells one factory's tables from another's after pickling, when the factories are no longer the same object.
+        # Tells one factory's tables from another's after pickling, when equal factories differ as objects.
         put("_token", uuid.uuid4().hex)
 
     @classmethod
@@ -105,18 +103,18 @@ class TableRef:
         Raises:
             InvalidArgumentError: Not an opened local LanceDB table, or one that lives on a branch.
         """
-        check_table(table)
-        connection = table._conn
+        opened = check_table(table)
+        connection = opened._conn
         options: dict[str, str] = {}
         if connection_factory is None:
             options |= getattr(connection, "storage_options", None) or {}
-            options |= table.initial_storage_options() or {}
+            options |= opened.initial_storage_options() or {}
         return cls(
             connection.uri,
-            table.name,
-            version=table.version,
+            opened.name,
+            version=opened.version,
             storage_options=options or None,
-            namespace_path=tuple(table.namespace),
+            namespace_path=tuple(opened.namespace),
             connection_factory=connection_factory,
         )
 
@@ -126,7 +124,7 @@ class TableRef:
         return isinstance(self.version, int)
 
     def pin(self) -> TableRef:
-        """This reference with its version resolved to a number: a tag to its version, ``None`` to the latest now.
+        """This reference at a version number: a tag becomes its version, ``None`` the latest version now.
 
         Raises:
             TableNotFoundError: The table cannot be opened.
@@ -135,11 +133,16 @@ class TableRef:
         if self.is_pinned:
             return self
         table = self._open_new()
-        return self.with_version(table.version)
+        pinned = self.with_version(table.version)
+        # The handle is new: it serves the pinned reference too, and opening may be slow.
+        _open_tables.get(pinned._cache_key(), lambda: pinned._checkout(table))
+        return pinned
 
     def with_version(self, version: int) -> TableRef:
         """The same table at another version."""
-        return replace(self, version=version)
+        other = replace(self, version=version)
+        object.__setattr__(other, "_token", self.__dict__["_token"])
+        return other
 
     def open(self) -> LanceTable:
         """The table, checked out at the version; opened once per process and shared by its threads.
@@ -173,13 +176,10 @@ class TableRef:
         return (self.uri, self.name, self.namespace_path, self.version, way_in)
 
     def _open_new(self) -> LanceTable:
-        table = self._call_factory() if self.connection_factory is not None else self._connect()
-        check_table(table)
-        if self.version is not None:
-            self._checkout(table)
-        return table
+        table = check_table(self._connect() if self.connection_factory is None else self._call_factory())
+        return table if self.version is None else self._checkout(table)
 
-    def _connect(self) -> LanceTable:
+    def _connect(self) -> Table:
         # lancedb.connect creates a missing local directory: a typo must not leave one behind.
         if not urlsplit(self.uri).scheme and not os.path.isdir(self.uri):
             raise TableNotFoundError(f"cannot open {self._label()}: there is no directory {self.uri!r}")
@@ -191,7 +191,7 @@ class TableRef:
             message = scrub(str(error), uri=self.uri, storage_options=self.storage_options)
         raise TableNotFoundError(f"cannot open {self._label()}: {message}")
 
-    def _call_factory(self) -> LanceTable:
+    def _call_factory(self) -> Table:
         assert self.connection_factory is not None
         try:
             table = self.connection_factory(self.name)
@@ -200,24 +200,27 @@ class TableRef:
         else:
             if _open_tables.holds(table):
                 raise InvalidArgumentError(
-                    f"connection_factory returned the same opened table twice for {self.name!r}; it must open a new "
+                    f"connection_factory returned the same opened table twice for {self.name!r}; it must "
+                    "open a new "
                     "one at each call, because every version of a stream has a handle of its own"
                 )
             return table
         raise TableNotFoundError(
-            f"cannot open {self._label()}: its connection_factory raised {cause}. The text of that error is withheld "
+            f"cannot open {self._label()}: its connection_factory raised {cause}. The text of that error is "
+            "withheld "
             "because it may hold credentials; call the factory by itself to see it"
         )
 
-    def _checkout(self, table: LanceTable) -> None:
+    def _checkout(self, table: LanceTable) -> LanceTable:
         assert self.version is not None
         try:
             table.checkout(self.version)
-            return
+            return table
         except Exception as error:
             message = scrub(str(error), uri=self.uri, storage_options=self.storage_options)
         raise VersionNotFoundError(
-            f"{self._label()} has no version {self.version!r} ({message}). {_existing_versions(table, self.version)}"
+            f"{self._label()} has no version {self.version!r} ({message}). "
+            f"{_existing_versions(table, self.version)}"
         )
 
     def _label(self) -> str:
@@ -233,17 +236,16 @@ class _OpenTables:
         self._reset()
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a factory may open other tables
         self._tables: OrderedDict[tuple[object, ...], LanceTable] = OrderedDict()
 
     def reset_after_fork(self) -> None:
-        # The parent's handles do not work in a forked child, and closing them there may block: keep them, unused.
+        # The parent's handles do not work in a forked child, and closing them there may block: keep them.
         self._inherited.append(self._tables)
         self._reset()
 
     def get(self, key: tuple[object, ...], open_table: Callable[[], LanceTable]) -> LanceTable:
-        lock = self._lock
-        with lock:
+        with self._lock:
             table = self._tables.get(key)
             if table is None:
                 table = self._tables[key] = open_table()
@@ -261,20 +263,22 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_open_tables.reset_after_fork)
 
 
-def check_table(table: object) -> None:
-    """Refuse what is not an opened local LanceDB table on its main branch.
+def check_table(table: object) -> LanceTable:
+    """The table, if it is an opened LanceDB table on its main branch, not a remote one.
 
     Raises:
         InvalidArgumentError: With the reason and the way out.
     """
     if isinstance(table, AsyncTable):
         raise InvalidArgumentError(
-            "an AsyncTable cannot be streamed; open the table with lancedb.connect(...).open_table(...), or pass "
+            "an AsyncTable cannot be streamed; open the table with lancedb.connect(...).open_table(...), or "
+            "pass "
             "TableRef(uri, name)"
         )
     if isinstance(table, Table) and not isinstance(table, LanceTable):
         raise InvalidArgumentError(
-            f"remote table {table.name!r} ({type(table).__name__}) cannot be streamed: its rows cannot be pinned and "
+            f"remote table {table.name!r} ({type(table).__name__}) cannot be streamed: its rows cannot be "
+            "pinned and "
             "fetched by row id. Open it where it is stored: lancedb.connect('s3://...') or a local path"
         )
     if not isinstance(table, LanceTable):
@@ -284,29 +288,29 @@ def check_table(table: object) -> None:
     branch = table.current_branch()
     if branch is not None:
         raise InvalidArgumentError(
-            f"table {table.name!r} is on branch {branch!r}; version numbers of a branch mean nothing on main, so a "
+            f"table {table.name!r} is on branch {branch!r}; version numbers of a branch mean nothing on "
+            "main, so a "
             "branch cannot be streamed. Open the table without checking out a branch"
         )
+    return table
 
 
-def describe_table(table: Table) -> str:
+def describe_table(table: LanceTable) -> str:
     """Name, place and version of an opened table for an error text, without credentials."""
-    uri = _public_uri(getattr(table._conn, "uri", ""))  # type: ignore[attr-defined]
+    uri = _public_uri(table._conn.uri)
     return f"table {table.name!r} in {uri!r}, version {table.version}"
 
 
-def native_error_text(table: Table, error: BaseException) -> str:
+def native_error_text(table: LanceTable, error: BaseException) -> str:
     """What lancedb said, without credentials and without the source lines of its Rust code."""
-    connection = table._conn  # type: ignore[attr-defined]
+    connection = table._conn
     options = dict(getattr(connection, "storage_options", None) or {})
-    if isinstance(table, LanceTable):
-        options |= table.initial_storage_options() or {}
-    text = str(error) or type(error).__name__
-    return scrub(text, uri=getattr(connection, "uri", ""), storage_options=options)
+    options |= table.initial_storage_options() or {}
+    return scrub(str(error) or type(error).__name__, uri=connection.uri, storage_options=options)
 
 
 def scrub(text: str, *, uri: str, storage_options: Mapping[str, str] | None) -> str:
-    """``text`` without the values of the storage options, of the uri's credentials and of secret variables."""
+    """``text`` without storage options, credentials of the uri and secrets of the environment."""
     text = text.replace(uri, _public_uri(uri)) if uri else text
     secrets = {
         v for k, v in (storage_options or {}).items() if len(v) >= (3 if _SECRET_NAME.search(k) else 6)
@@ -314,7 +318,9 @@ def scrub(text: str, *, uri: str, storage_options: Mapping[str, str] | None) -> 
     secrets |= {v for k, v in os.environ.items() if len(v) >= 6 and _SECRET_NAME.search(k)}
     parts = urlsplit(uri)
     if parts.scheme and _public_uri(uri) != uri:
-        secrets |= {part for part in (parts.password, parts.username, parts.query) if part}
+        user = None if parts.scheme in _CONTAINER_SCHEMES else parts.username
+        values = (value for _, value in parse_qsl(parts.query))
+        secrets |= {part for part in (parts.password, user, parts.query, *values) if part}
     for secret in sorted(secrets | {quote(s, safe="") for s in secrets}, key=len, reverse=True):
         text = text.replace(secret, "***")
     return _NATIVE_SOURCE.sub("", text).strip()
@@ -334,14 +340,20 @@ def _check_version(version: object) -> int | str | None:
     return number
 
 
+def _check_namespace(path: object) -> tuple[str, ...]:
+    if isinstance(path, (list, tuple)) and all(isinstance(name, str) and name for name in path):
+        return tuple(path)
+    raise InvalidArgumentError(f"namespace_path must be a sequence of names, got {path!r}")
+
+
 def _check_storage_options(options: object) -> Mapping[str, str] | None:
     if options is None:
         return None
     if not isinstance(options, Mapping):
         raise InvalidArgumentError(f"storage_options must map names to strings, got {type(options).__name__}")
-    wrong = [key for key, value in options.items() if not (isinstance(key, str) and isinstance(value, str))]
-    if wrong:
-        raise InvalidArgumentError(f"storage_options must map names to strings; not so for {wrong!r}")
+    for key, value in options.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise InvalidArgumentError(f"storage_options must map names to strings; not so for {key!r}")
     return dict(options)
 
 
@@ -350,15 +362,20 @@ def _absolute_uri(uri: object) -> str:
         uri = os.fspath(uri)
     if not isinstance(uri, str) or not uri:
         raise InvalidArgumentError(f"uri must be what lancedb.connect takes, got {type(uri).__name__}")
-    scheme = urlsplit(uri).scheme.lower()
+    try:
+        scheme = urlsplit(uri).scheme.lower()
+    except ValueError:
+        raise InvalidArgumentError("uri cannot be parsed: it must be what lancedb.connect takes") from None
     if scheme == "memory":
         raise InvalidArgumentError(
-            "a memory:// table exists in this process alone, and a stream is read by others; write the table to a "
+            "a memory:// table exists in this process alone, and a stream is read by others; write the table "
+            "to a "
             "directory or an object store first"
         )
     if scheme == "db":
         raise InvalidArgumentError(
-            "remote tables (db://...) cannot be streamed: their rows cannot be pinned and fetched by row id. Open the "
+            "remote tables (db://...) cannot be streamed: their rows cannot be pinned and fetched by row id. "
+            "Open the "
             "table where it is stored: lancedb.connect('s3://...') or a local path"
         )
     if scheme == "file":
@@ -380,13 +397,9 @@ def _public_uri(uri: str) -> str:
 
 
 def _existing_versions(table: LanceTable, asked: int | str) -> str:
-    try:
-        if isinstance(asked, str):
-            tags = sorted(table.tags.list())
-            return f"Tags: {', '.join(tags[:20]) or 'none'}"
-        versions = sorted(v["version"] for v in table.list_versions())
-    except Exception:
-        return "Its versions cannot be listed"
+    if isinstance(asked, str):
+        return f"Tags: {', '.join(sorted(table.tags.list())[:20]) or 'none'}"
+    versions = sorted(v["version"] for v in table.list_versions())
     shown = [str(v) for v in (versions if len(versions) <= 8 else [*versions[:3], "...", *versions[-4:]])]
     return (
         f"Versions that exist: {', '.join(shown) or 'none'}; cleanup removes old ones unless they are tagged"

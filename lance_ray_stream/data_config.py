@@ -1,0 +1,110 @@
+"""Who gets what in Ray Train: a ``DataConfig`` that makes one :class:`StreamIterator` per rank."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+from ray.actor import ActorHandle
+from ray.data import DataContext, DataIterator, Dataset, ExecutionOptions
+from ray.train import DataConfig
+
+from lance_ray_stream.feed import Feed
+from lance_ray_stream.iterator import StreamIterator
+from lance_ray_stream.layout import SplitLayout, check_int
+from lance_ray_stream.planner import Planner, PlannerActor
+from lance_ray_stream.transforms import check_operators, contains_stream, stream_of
+
+
+class StreamDataConfig(DataConfig):
+    """Gives every rank of a ``TorchTrainer`` its contiguous group of splits.
+
+    Datasets of ``read_stream`` become :class:`StreamIterator`; all others keep Ray's own behaviour.
+
+    Args:
+        num_workers: reader workers per rank: the threads of one read task, each with a
+            contiguous part of the rank's splits. The batches do not depend on it.
+        datasets_to_split: as in ``ray.train.DataConfig``, for the datasets that are not streams.
+        execution_options: as in ``ray.train.DataConfig``; ``preserve_order`` is always on for streams.
+        enable_shard_locality: as in ``ray.train.DataConfig``, for the datasets that are not streams.
+
+    Raises:
+        InvalidArgumentError: if ``num_workers`` is not a positive integer.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int = 1,
+        datasets_to_split: Literal["all"] | list[str] = "all",
+        execution_options: ExecutionOptions | dict[str, ExecutionOptions] | None = None,
+        enable_shard_locality: bool = True,
+    ) -> None:
+        super().__init__(
+            datasets_to_split=datasets_to_split,
+            execution_options=execution_options,
+            enable_shard_locality=enable_shard_locality,
+        )
+        self._execution_options = execution_options
+        self.num_workers = check_int("num_workers", num_workers, minimum=1)
+
+    def __repr__(self) -> str:
+        return f"StreamDataConfig(num_workers={self.num_workers})"
+
+    def configure(
+        self,
+        datasets: dict[str, Dataset],
+        world_size: int,
+        worker_handles: list[ActorHandle] | None = None,
+        worker_node_ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[dict[str, DataIterator]]:
+        """One dictionary of iterators per rank. Has no side effects on itself or the datasets.
+
+        Raises:
+            LayoutError: if ``world_size`` is illegal for a stream, naming those that work.
+            UnsupportedOperatorError: if a stream's transforms cannot keep one row per row.
+        """
+        check_int("world_size", world_size, minimum=1)
+        streams = {name: dataset for name, dataset in datasets.items() if contains_stream(dataset)}
+        others = {name: dataset for name, dataset in datasets.items() if name not in streams}
+        output: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
+        if others:
+            output = super().configure(others, world_size, worker_handles, worker_node_ids, **kwargs)
+        for name, dataset in streams.items():
+            iterators = self.iterators(name, dataset, world_size, planner=None)
+            for shards, iterator in zip(output, iterators, strict=True):
+                shards[name] = iterator
+        return output
+
+    def iterators(
+        self, name: str, dataset: Dataset, world_size: int, *, planner: Planner | None
+    ) -> list[StreamIterator]:
+        """The iterators of all ranks for one stream; they share ``planner``, or an actor if None."""
+        check_operators(dataset, name)
+        source = stream_of(dataset)
+        num_splits = source.spec.num_splits
+        if num_splits is None:
+            num_splits = world_size
+            warnings.warn(
+                f"Dataset {name!r} has num_splits=None, so it takes num_splits={world_size} from the number of "
+                "ranks: its batches change with that number and its state fits no other. Name num_splits, for example "
+                f"SplitLayout.for_world_sizes([...]).num_splits, to make the run elastic.",
+                stacklevel=2,
+            )
+        SplitLayout(num_splits).check(world_size, self.num_workers)
+        feed = Feed(dataset=dataset, num_workers=self.num_workers, options=self._options(name))
+        planner = planner or PlannerActor.start()
+        return [
+            StreamIterator(
+                feed, name=name, num_splits=num_splits, rank=rank, world_size=world_size, planner=planner
+            )
+            for rank in range(world_size)
+        ]
+
+    def _options(self, name: str) -> ExecutionOptions:
+        """The user's options for a dataset; those of the present context if there are none."""
+        options = self._execution_options
+        if isinstance(options, dict):
+            options = options.get(name)
+        return options or DataContext.get_current().execution_options

@@ -1,0 +1,53 @@
+"""What is left of an epoch for one rank, as a dataset: its windows under the user's transforms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ray
+from ray.data import Dataset, ExecutionOptions
+
+from lance_ray_stream.cursor import Cursor
+from lance_ray_stream.datasource import WindowDatasource, max_window_rows
+from lance_ray_stream.planner import PublishedPlan
+from lance_ray_stream.position import windows
+from lance_ray_stream.spec import StreamSpec
+from lance_ray_stream.transforms import rebase
+
+# The first window of a reading is small, so that the first batch comes early.
+FIRST_WINDOW_ROWS = 1_024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feed:
+    """How one rank reads.
+
+    Attributes:
+        dataset: the user's dataset, with the transforms over the stream.
+        num_workers: reader workers of the rank.
+        options: Ray Data's options for each execution.
+    """
+
+    dataset: Dataset
+    num_workers: int
+    options: ExecutionOptions
+
+    def rest_of_epoch(self, spec: StreamSpec, plan: PublishedPlan, cursor: Cursor) -> Dataset:
+        """The rows that ``cursor`` has not received yet, in the order of delivery, to be run by this rank."""
+        position = cursor.own_start()
+        max_rows = max_window_rows(spec.row_bytes)
+        cuts = windows(
+            position,
+            num_rows=cursor.rows_left(plan.rows_per_split),
+            first_rows=min(FIRST_WINDOW_ROWS, max_rows),
+            max_rows=max_rows,
+        )
+        source = WindowDatasource(
+            spec,
+            epoch=cursor.epoch,
+            group=ray.put(plan.row_ids[cursor.splits.start : cursor.splits.stop]),
+            position=position,
+            windows=list(cuts),
+            num_workers=self.num_workers,
+        )
+        return rebase(self.dataset, source, world_size=cursor.world_size, options=self.options)

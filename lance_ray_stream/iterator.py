@@ -1,0 +1,415 @@
+"""What a rank iterates over: delivers batches in order, remembers what was received, resumes exactly."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+from ray.data import DataContext, DataIterator, Dataset
+from ray.data.block import BlockAccessor
+
+from lance_ray_stream import ray_internals
+from lance_ray_stream.collate import TensorCollate, check_columns
+from lance_ray_stream.cursor import Cursor
+from lance_ray_stream.errors import InvalidArgumentError, LayoutError, StreamUsageError
+from lance_ray_stream.feed import Feed
+from lance_ray_stream.layout import IntArray, SplitLayout, check_int
+from lance_ray_stream.planner import Planner, PublishedPlan
+from lance_ray_stream.provenance import Facts, adopt, check_against_plan, describe
+from lance_ray_stream.state import StreamState, parse_state
+from lance_ray_stream.transforms import stream_of
+
+# Rows that iter_rows() fetches at a time.
+_ROWS_AT_ONCE = 1_024
+
+
+class StreamBatches:
+    """The batches of what is left of an epoch; each ``iter()`` goes on from where the stream stands.
+
+    ``len()`` is the number of batches that the next iteration delivers, the same on every rank.
+    """
+
+    def __init__(
+        self, stream: StreamIterator, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]
+    ) -> None:
+        self._stream = stream
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._start = start
+
+    def __len__(self) -> int:
+        return self._stream._num_batches(self._batch_size, self._drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._stream._run(self._batch_size, self._drop_last, self._start)
+
+    def __repr__(self) -> str:
+        return f"StreamBatches(batch_size={self._batch_size}, drop_last={self._drop_last}, {self._stream!r})"
+
+
+class StreamIterator(DataIterator):
+    """One rank's part of a stream: a ``ray.data.DataIterator`` with a position.
+
+    Made by :class:`StreamDataConfig`; get it in the training function with
+    ``ray.train.get_dataset_shard(name)`` or :func:`get_stream`.
+
+    An iteration delivers what is left of the current epoch. When it finishes, the stream stands at the start of
+    the next epoch; after a ``break`` it stands where the trainer stopped, and the next iteration goes on
+    from there. Only one iteration is live at a time: a new one ends the one before.
+    """
+
+    def __init__(
+        self, feed: Feed, *, name: str, num_splits: int, rank: int, world_size: int, planner: Planner
+    ) -> None:
+        source = stream_of(feed.dataset)
+        self._feed = feed
+        self._name = name
+        self._spec = replace(source.spec, num_splits=num_splits)
+        self._planner = planner
+        self._cursor = Cursor(SplitLayout(num_splits), rank=rank, world_size=world_size, epoch=source.epoch)
+        self._plan: PublishedPlan | None = None
+        self._facts = self._facts_without_plan()
+        self._live: weakref.ref[Any] | None = None
+        self._running: Dataset | None = None
+        self._count_batches = True
+
+    def __repr__(self) -> str:
+        cursor = self._cursor
+        return (
+            f"StreamIterator({self._name!r}, rank={cursor.rank}/{cursor.world_size}, "
+            f"splits={cursor.splits.start}..{cursor.splits.stop - 1} of {self.num_splits}, "
+            f"epoch={cursor.epoch}, rows_received={int(self._own_position().sum())})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_live": None, "_running": None}
+
+    # --- who and where -------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The rank that this iterator feeds."""
+        return self._cursor.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._cursor.world_size
+
+    @property
+    def num_splits(self) -> int:
+        """The number of splits of the stream."""
+        return self._cursor.layout.num_splits
+
+    @property
+    def splits(self) -> range:
+        """The contiguous splits of this rank."""
+        return self._cursor.splits
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration delivers."""
+        return self._cursor.epoch
+
+    @property
+    def rows_per_split(self) -> int:
+        """L: rows of each split in an epoch."""
+        if self._spec.filter is None:
+            return self._spec.total_rows // self.num_splits
+        return self._current_plan().rows_per_split
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows that this rank receives in a whole epoch."""
+        return self.rows_per_split * len(self.splits)
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows of the table (after the filter) that an epoch leaves out, ``N % num_splits``, over all ranks."""
+        rows = self._spec.total_rows if self._spec.filter is None else self._current_plan().rows
+        return rows % self.num_splits
+
+    def local_batch_size(self, global_batch_size: int) -> int:
+        """Rows of one step on this rank.
+
+        Raises:
+            LayoutError: if the numbers do not fit, listing those that do.
+        """
+        return self._cursor.layout.local_batch_size(global_batch_size, self.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Stand at the first row of ``epoch``; keeps the position if the stream is in that epoch already."""
+        epoch = check_int("epoch", epoch, minimum=0)
+        if epoch != self.epoch:
+            self._refuse_while_live("set_epoch to another epoch")
+            self._jump(epoch)
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was received so far, as a small JSON object; see docs/checkpoints.md.
+
+        Needs no other rank. Every rank's state is the global one as long as ranks are in step.
+        """
+        return StreamState(
+            num_splits=self.num_splits,
+            shuffle_seed=self._spec.shuffle_seed,
+            epoch=self.epoch,
+            position=self._cursor.position(),
+            splits=self.splits,
+            provenance=describe(self._spec, self._facts),
+        ).to_dict()
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        """Continue at the row after the last one that ``state`` counts, on this rank and world size.
+
+        Args:
+            state: from ``state_dict()`` or ``merge_state_dicts()``, or from LanceDB's
+                ``StreamingDataset``.
+            strict: if False, differences that cannot change the order of rows (where the table is
+                found, which columns are read) are warned about instead of refused.
+
+        Raises:
+            StateError: if the state is malformed.
+            StateMismatchError: if it belongs to another stream, listing every difference.
+            VersionNotFoundError: if the table's version that it names no longer exists.
+            StreamUsageError: if an iteration is live.
+        """
+        self._refuse_while_live("load a state")
+        saved = parse_state(state)
+        spec = adopt(self._spec, saved, strict=strict)
+        plan = self._planner.plan(spec, saved.epoch)
+        check_against_plan(saved, plan)
+        self._spec = spec
+        if (saved.position == plan.rows_per_split).all():
+            self._jump(saved.epoch + 1)
+            return
+        self._jump(saved.epoch, saved.position)
+        self._plan = plan
+        if saved.provenance is not None:
+            # A state that is loaded and saved at once is the same state.
+            self._facts = Facts(rows=saved.provenance["rows"], fingerprint=saved.provenance["fingerprint"])
+
+    # --- iteration -----------------------------------------------------------------------------
+
+    def iter_batches(  # type: ignore[override]
+        self,
+        *,
+        global_batch_size: int | None = None,
+        batch_size: int | None = None,
+        prefetch_batches: int = 1,
+        batch_format: str | None = "default",
+        drop_last: bool = False,
+        **local_shuffle: Any,
+    ) -> StreamBatches:
+        """As ``DataIterator.iter_batches``, with ``global_batch_size`` in place of ``batch_size``."""
+        batches = super().iter_batches(
+            batch_size=self._batch_size(global_batch_size, batch_size),
+            prefetch_batches=prefetch_batches,
+            batch_format=batch_format,
+            drop_last=drop_last,
+            **local_shuffle,
+        )
+        return batches  # type: ignore[return-value]
+
+    def iter_torch_batches(  # type: ignore[override]
+        self,
+        *,
+        global_batch_size: int | None = None,
+        batch_size: int | None = None,
+        prefetch_batches: int = 1,
+        dtypes: Any = None,
+        device: Any = "auto",
+        collate_fn: Any = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        **local_shuffle: Any,
+    ) -> StreamBatches:
+        """As ``DataIterator.iter_torch_batches``, with ``global_batch_size`` in place of ``batch_size``.
+
+        Without a ``collate_fn``, columns become tensors by :class:`TensorCollate`.
+
+        Raises:
+            UnsupportedColumnError: if a column cannot become a tensor and no ``collate_fn`` is given.
+            LayoutError: if the batch size does not fit the layout.
+        """
+        if collate_fn is None:
+            schema = ray_internals.static_schema(self._feed.dataset)
+            if isinstance(schema, pa.Schema):
+                check_columns(schema)
+            collate_fn, dtypes = TensorCollate(dtypes), None
+        batches = super().iter_torch_batches(
+            batch_size=self._batch_size(global_batch_size, batch_size),
+            prefetch_batches=prefetch_batches,
+            dtypes=dtypes,
+            device=device,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            **local_shuffle,
+        )
+        return batches  # type: ignore[return-value]
+
+    def iter_tf_batches(  # type: ignore[override]
+        self, *, global_batch_size: int | None = None, batch_size: int | None = None, **kwargs: Any
+    ) -> Iterable[Any]:
+        """As ``DataIterator.iter_tf_batches``, with ``global_batch_size`` in place of ``batch_size``."""
+        return super().iter_tf_batches(batch_size=self._batch_size(global_batch_size, batch_size), **kwargs)
+
+    def iter_jax_batches(  # type: ignore[override]
+        self, *, global_batch_size: int | None = None, batch_size: int | None = None, **kwargs: Any
+    ) -> Iterable[Any]:
+        """As ``DataIterator.iter_jax_batches``, with ``global_batch_size`` in place of ``batch_size``."""
+        return super().iter_jax_batches(batch_size=self._batch_size(global_batch_size, batch_size), **kwargs)
+
+    def iter_rows(self) -> Iterator[dict[str, Any]]:
+        """As ``DataIterator.iter_rows``; the position moves with every row."""
+        batches = self._iter_batches(
+            batch_size=_ROWS_AT_ONCE, batch_format="pyarrow", drop_last=False, count_batches=False
+        )
+        for batch in batches:
+            for row in BlockAccessor.for_block(batch).iter_rows(public_row_format=True):
+                self._cursor.receive(1)
+                yield row
+
+    def _batch_size(self, global_batch_size: int | None, batch_size: int | None) -> int:
+        if (global_batch_size is None) == (batch_size is None):
+            raise InvalidArgumentError(
+                "Give one of global_batch_size (rows of a step over all ranks, a multiple of "
+                f"num_splits={self.num_splits}: the same batches for every number of ranks) and batch_size (rows of a "
+                f"step on each rank); got global_batch_size={global_batch_size}, batch_size={batch_size}."
+            )
+        if global_batch_size is not None:
+            return self.local_batch_size(global_batch_size)
+        return check_int("batch_size", batch_size, minimum=1)
+
+    def _iter_batches(  # type: ignore[override]
+        self,
+        *,
+        batch_size: int | None,
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        count_batches: bool = True,
+        **kwargs: Any,
+    ) -> StreamBatches:
+        """Every ``iter_*`` of ``DataIterator`` comes through here."""
+        if local_shuffle_buffer_size is not None or local_shuffle_seed is not None:
+            raise InvalidArgumentError(
+                "local_shuffle_buffer_size and local_shuffle_seed would change the order that every rank and every "
+                "resume relies on. read_stream(shuffle=True, shuffle_seed=...) shuffles the whole table already."
+            )
+        size = check_int("batch_size", batch_size, minimum=1)
+        if type(drop_last) is not bool:
+            raise InvalidArgumentError(f"drop_last must be True or False, got {drop_last!r}.")
+        prefetch = check_int("prefetch_batches", kwargs.get("prefetch_batches", 1), minimum=0)
+        if drop_last and size > self.rows_per_epoch:
+            raise LayoutError(
+                f"batch_size={size} with drop_last=True gives an epoch of zero steps: a rank has "
+                f"{self.rows_per_epoch} rows per epoch. Use at most that, or drop_last=False."
+            )
+        batches = super()._iter_batches(
+            batch_size=size, drop_last=drop_last, **kwargs | {"prefetch_batches": prefetch}
+        )
+
+        def start() -> Iterable[Any]:
+            self._count_batches = count_batches
+            return batches
+
+        return StreamBatches(self, size, drop_last, start)
+
+    def _num_batches(self, batch_size: int, drop_last: bool) -> int:
+        rows = self._cursor.rows_left(self.rows_per_split)
+        return rows // batch_size if drop_last else -(-rows // batch_size)
+
+    def _run(self, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        """One iteration, ending the one before it."""
+        before = self._live_iteration()
+        if before is not None:
+            before.close()
+        iteration = self._deliver(batch_size, drop_last, start)
+        self._live = weakref.ref(iteration)
+        return iteration
+
+    def _deliver(self, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        self._cursor.settle()
+        epoch, due = self.epoch, self._cursor.rows_left(self.rows_per_split)
+        if due >= batch_size or (due and not drop_last):
+            yield from start()
+        expected = due - due % batch_size if drop_last else due
+        if (self.epoch, self._cursor.received) != (epoch, expected):
+            raise StreamUsageError(
+                f"Epoch {epoch} delivered {self._cursor.received} rows to rank {self.rank} instead of {expected}: "
+                "an operator lost or added rows. Please report this with the dataset's operators."
+            )
+        self._jump(epoch + 1)
+
+    def _live_iteration(self) -> Any:
+        iteration = None if self._live is None else self._live()
+        if iteration is None or inspect.getgeneratorstate(iteration) in ("GEN_CREATED", "GEN_CLOSED"):
+            return None
+        return iteration
+
+    def _refuse_while_live(self, what: str) -> None:
+        if self._live_iteration() is not None:
+            raise StreamUsageError(
+                f"Cannot {what} while an iteration of {self._name!r} is live. Leave the loop first (break, or "
+                "close() the iterator that you hold)."
+            )
+
+    def _jump(self, epoch: int, position: IntArray | None = None) -> None:
+        self._cursor.jump(epoch, position)
+        self._plan, self._facts = None, self._facts_without_plan()
+
+    # --- Ray Data's side -----------------------------------------------------------------------
+
+    def _to_ref_bundle_iterator(self) -> tuple[Iterator[Any], Any, Any]:
+        plan = self._current_plan()
+        self._facts = Facts(rows=plan.rows, fingerprint=plan.fingerprint)
+        self._running = self._feed.rest_of_epoch(self._spec, plan, self._cursor)
+        return ray_internals.execute(self._running)
+
+    def _create_batch_iterator(
+        self, ref_bundles_iter: Iterator[Any], prefetch_bytes_callback: Any = None, **kwargs: Any
+    ) -> Any:
+        return ray_internals.receiving_batch_iterator(
+            ref_bundles_iter,
+            on_receive=self._cursor.receive if self._count_batches else _ignore,
+            prefetch_bytes_callback=prefetch_bytes_callback,
+            **kwargs,
+        )
+
+    def _current_plan(self) -> PublishedPlan:
+        if self._plan is None:
+            self._plan = self._planner.plan(self._spec, self.epoch)
+        return self._plan
+
+    def _facts_without_plan(self) -> Facts:
+        rows = self._spec.total_rows if self._spec.filter is None else None
+        return Facts(rows=rows, fingerprint=None)
+
+    def _own_position(self) -> IntArray:
+        return self._cursor.position()[self.splits.start : self.splits.stop]
+
+    def schema(self) -> Any:
+        """The schema of the batches' rows."""
+        return self._feed.dataset.schema()
+
+    def stats(self) -> str:
+        """Timing of the latest iteration, as Ray Data reports it; empty before the first one."""
+        return "" if self._running is None else self._running.stats()
+
+    def get_context(self) -> DataContext:
+        """The Ray Data context of the iterations: the dataset's own, in order."""
+        return (self._running or self._feed.dataset).context
+
+    def _get_dataset_tag(self) -> dict[str, str | None]:
+        return {"dataset": self._name, "split_index": str(self.rank)}
+
+
+def _ignore(num_rows: int) -> None:
+    """iter_rows() counts rows itself."""

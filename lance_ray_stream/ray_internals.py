@@ -1,0 +1,135 @@
+"""Every private name of Ray that this package touches, each with the reason.
+
+Ray Data has a public interface for reading (``Datasource``) and for consuming (``DataIterator``), but none for
+"the same transforms over another source", "count rows when they are handed over" or "run in order". Those three
+are what the names below are for. They are tied to the Ray releases in ``pyproject.toml``; this
+module fails at import, with that sentence, where one of them has moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import ray
+from ray.data import DataContext, Dataset, Datasource
+
+try:
+    # The stub column by which Ray Data keeps the row count of a block that has no columns.
+    from ray.data._internal.arrow_block import _BATCH_SIZE_PRESERVING_STUB_COL_NAME as ROW_COUNT_COLUMN
+
+    # The batch iterator behind DataIterator: its context manager around each hand-over is the only
+    # place that knows the row count of a batch at the moment the trainer receives it.
+    from ray.data._internal.block_batching.iter_batches import BatchIterator
+
+    # The logical plan of a dataset: read to refuse operators, rebuilt to put another source under
+    # the user's transforms.
+    from ray.data._internal.logical.interfaces import LogicalOperator, LogicalPlan
+    from ray.data._internal.logical.operators import (
+        Download,
+        MapBatches,
+        MapRows,
+        Project,
+        Read,
+        StreamingRepartition,
+    )
+    from ray.data._internal.stats import DatasetStats
+except ImportError as error:  # pragma: no cover - needs another Ray
+    raise ImportError(
+        f"lance_ray_stream does not know the inside of Ray {ray.__version__} ({error}). "
+        "Install a release of Ray in the range that its pyproject.toml names."
+    ) from error
+
+__all__ = [
+    "ROW_COUNT_COLUMN",
+    "LogicalOperator",
+    "MapBatches",
+    "Read",
+    "execute",
+    "is_row_preserving",
+    "operators",
+    "rebuild",
+    "receiving_batch_iterator",
+    "replace_operator",
+    "source_of",
+    "static_schema",
+]
+
+# Operators that give one row per row, in order. MapBatches is among them because its function is checked
+# at run time; everything that is not listed is refused, so that a new operator of Ray is refused too.
+_ROW_PRESERVING = (Read, MapBatches, MapRows, Project, Download, StreamingRepartition)
+
+
+def operators(dataset: Dataset) -> list[LogicalOperator]:
+    """The logical operators of a dataset, sources first. Reason: ``Dataset`` has no public view of them."""
+    return list(dataset._logical_plan.dag.post_order_iter())
+
+
+def source_of(dataset: Dataset) -> Datasource | None:
+    """The datasource of a dataset with exactly one ``Read``, else None."""
+    sources = [op for op in operators(dataset) if not op.input_dependencies]
+    if len(sources) == 1 and isinstance(sources[0], Read):
+        return sources[0].datasource
+    return None
+
+
+def is_row_preserving(operator: LogicalOperator) -> bool:
+    """Whether the operator gives one row per row, in the same order."""
+    return isinstance(operator, _ROW_PRESERVING)
+
+
+def replace_operator(operator: LogicalOperator, **changes: Any) -> LogicalOperator:
+    """A copy of a (frozen) logical operator with some fields changed."""
+    return dataclasses.replace(operator, **changes)
+
+
+def rebuild(
+    dataset: Dataset, change: Callable[[LogicalOperator], LogicalOperator], context: DataContext
+) -> Dataset:
+    """A new dataset whose operators are those of ``dataset`` after ``change``, with its own context.
+
+    Reason: ``_apply_transform`` is the one function that rebuilds a plan bottom-up; ``Dataset``'s
+    constructor takes a plan and is marked internal.
+    """
+    dag = dataset._logical_plan.dag._apply_transform(change)
+    return Dataset(
+        LogicalPlan(dag, context),
+        context,
+        DatasetStats(metadata={}, parent=None),
+        dataset_name=dataset.name,
+    )
+
+
+def static_schema(dataset: Dataset) -> Any:
+    """The Arrow schema of a dataset if it is known without running anything, else None."""
+    return dataset._logical_plan.dag.infer_schema()
+
+
+def execute(dataset: Dataset) -> tuple[Iterator[Any], Any, Any]:
+    """Start a dataset's execution in this process.
+
+    Returns what ``DataIterator._to_ref_bundle_iterator`` has to return: the bundles, the statistics and the
+    executor. Reason: the same call is behind ``Dataset.iterator()``, which hides the executor.
+    """
+    return dataset._execute_to_iterator()
+
+
+class _ReceivingBatchIterator(BatchIterator):
+    """Ray's batch iterator that reports the rows of each batch when it is handed to the trainer."""
+
+    def __init__(self, *args: Any, on_receive: Callable[[int], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._on_receive = on_receive
+
+    def yield_batch_context(self, batch: Any) -> AbstractContextManager[None]:
+        self._on_receive(batch.metadata.num_rows)
+        return super().yield_batch_context(batch)
+
+
+def receiving_batch_iterator(
+    ref_bundles: Iterator[Any], *, on_receive: Callable[[int], None], **kwargs: Any
+) -> Any:
+    """A ``BatchIterator`` that calls ``on_receive(num_rows)`` right before each batch is handed over."""
+    return _ReceivingBatchIterator(ref_bundles, on_receive=on_receive, **kwargs)
