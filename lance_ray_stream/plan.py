@@ -15,9 +15,9 @@ import pyarrow as pa
 from lancedb.permutation import permutation_builder
 from lancedb.table import LanceTable
 
-from .errors import InvalidArgumentError, LayoutError, PlanError
-from .spec import StreamSpec, check_int, not_enough_rows, plan_key
-from .table import describe_table, native_error_text
+from lance_ray_stream.errors import InvalidArgumentError, LayoutError, PlanError
+from lance_ray_stream.spec import StreamSpec, check_int, not_enough_rows, plan_key
+from lance_ray_stream.table import describe_table, native_error_text
 
 # The rule of lancedb.streaming: seed of epoch e = shuffle_seed + e * EPOCH_PRIME, in 64 bits.
 EPOCH_PRIME = 100003
@@ -88,16 +88,14 @@ class EpochPlan:
             near = f"{below} or {below + self.num_splits}" if below else str(self.num_splits)
             raise LayoutError(
                 f"global_batch_size={size} is not a multiple of num_splits={self.num_splits}, so its steps "
-                "are not "
-                f"whole cycles; nearest that work: {near}"
+                f"are not whole cycles; nearest that work: {near}"
             )
         cycles = size // self.num_splits
         steps = -(-self.rows_per_split // cycles)
         if number >= steps:
             raise InvalidArgumentError(
                 f"there is no step {number}: epoch {self.epoch} has {self.rows_per_split} cycles, {steps} "
-                "steps of "
-                f"global_batch_size={size} (0..{steps - 1})"
+                f"steps of global_batch_size={size} (0..{steps - 1})"
             )
         # (S, cycles) -> (cycles, S) -> (G,)
         return _read_only(self.ids[:, number * cycles : (number + 1) * cycles].T.reshape(-1))
@@ -137,7 +135,7 @@ def build_plan(spec: StreamSpec, epoch: int) -> EpochPlan:
 
 
 def fingerprint(ids: np.ndarray) -> str:
-    """Digest of ``(S, L)`` uint64 row ids and of their shape; the byte order is fixed, as for every machine."""
+    """Digest of ``(S, L)`` uint64 row ids and of their shape; the same on machines of any byte order."""
     digest = hashlib.blake2b(f"{ids.shape[0]}x{ids.shape[1]}:".encode(), digest_size=8)
     digest.update(np.ascontiguousarray(ids, dtype="<u8").data)
     return digest.hexdigest()
@@ -173,16 +171,13 @@ def _plan_error(spec: StreamSpec, num_splits: int, table: LanceTable, message: s
     if "divisible by clump size" in message:
         return PlanError(
             f"lancedb cannot shuffle this many rows ({spec.total_rows}) in clumps of "
-            f"{spec.shuffle_clump_size}: it then "
-            "shuffles blocks of 1024 rows, and a clump must divide them. Use a shuffle_clump_size that is a "
-            "power of "
-            "two up to 1024, or None"
+            f"{spec.shuffle_clump_size}: it then shuffles blocks of 1024 rows, and a clump must divide them. "
+            "Use a shuffle_clump_size that is a power of two up to 1024, or None"
         )
     if "memory" in message.lower():
         return PlanError(
             f"planning {spec.total_rows} rows of {describe_table(table)} needs more memory than allowed; "
-            "raise the "
-            f"environment variable {_MEMORY_LIMIT} (bytes): {message}"
+            f"raise the environment variable {_MEMORY_LIMIT} (bytes): {message}"
         )
     return PlanError(f"lancedb could not plan {describe_table(table)}: {message}")
 

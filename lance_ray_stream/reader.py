@@ -12,8 +12,8 @@ import pyarrow as pa
 from lancedb.schema import blob_column_paths, row_addressable_blob_v2_paths
 from lancedb.table import LanceTable
 
-from .errors import MissingRowsError, ReadError, UnsupportedColumnError
-from .table import describe_table, native_error_text
+from lance_ray_stream.errors import MissingRowsError, ReadError, UnsupportedColumnError
+from lance_ray_stream.table import describe_table, native_error_text
 
 ROW_ID = "_rowid"
 _ATTEMPTS = 4
@@ -115,8 +115,8 @@ def _order(
         some = ", ".join(map(str, missing[:5].tolist())) + (", ..." if len(missing) > 5 else "")
         raise MissingRowsError(
             f"{describe_table(table)} delivers only {len(found)} of the {len(unique)} rows that were asked "
-            "for by row "
-            f"id; missing: {some}. The row ids are not of this version, or its data was changed in place"
+            f"for by row id; missing: {some}. The row ids are not of this version, or its data was changed "
+            "in place"
         )
     return by_id if inverse is None else by_id[inverse]
 
@@ -144,10 +144,8 @@ def _check_blobs(table: LanceTable, columns: tuple[str, ...] | None) -> None:
         if path not in fetchable and (columns is None or column in columns):
             raise UnsupportedColumnError(
                 f"blob column {path!r} of {describe_table(table)} cannot be delivered: lancedb fetches only "
-                "top-level "
-                "blobs of the current encoding. Leave it out with columns=[...], or rewrite it as such a "
-                "blob column or "
-                "as large_binary"
+                "top-level blobs of the current encoding. Leave it out with columns=[...], or rewrite it as "
+                "such a blob column or as large_binary"
             )
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pyarrow as pa
 from lancedb.table import LanceTable, Table
 
-from .errors import InvalidArgumentError, NotEnoughRowsError
-from .reader import ROW_ID, delivered_schema
-from .table import TableRef, describe_table, native_error_text
+from lance_ray_stream.errors import InvalidArgumentError, NotEnoughRowsError
+from lance_ray_stream.reader import ROW_ID, delivered_schema
+from lance_ray_stream.table import TableRef, describe_table, native_error_text
 
 SHUFFLE_ALGORITHMS = ("lancedb",)
 # lancedb takes 64 bits for seed + epoch * 100003; the upper half is left for the epochs.
@@ -248,10 +248,8 @@ def _check_filter(filter: object) -> str | None:
     if volatile:
         raise InvalidArgumentError(
             f"filter {filter!r} uses {volatile.group(1) or volatile.group(2)}, whose value changes from one "
-            "evaluation "
-            "to the next: the stream would not be the same after a restart. Write the value into the filter, "
-            "or store "
-            "it in a column"
+            "evaluation to the next: the stream would not be the same after a restart. Write the value into "
+            "the filter, or store it in a column"
         )
     return filter
 

@@ -13,7 +13,6 @@ import os
 import re
 import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +22,7 @@ from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 import lancedb
 from lancedb.table import AsyncTable, LanceTable, Table
 
-from .errors import InvalidArgumentError, TableNotFoundError, VersionNotFoundError
+from lance_ray_stream.errors import InvalidArgumentError, TableNotFoundError, VersionNotFoundError
 
 ConnectionFactory = Callable[[str], Table]
 
@@ -70,14 +69,13 @@ class TableRef:
             raise InvalidArgumentError(f"name must be the name of a table, got {self.name!r}")
         put("namespace_path", _check_namespace(self.namespace_path))
         put("storage_options", _check_storage_options(self.storage_options))
-        if not callable(self.connection_factory or len):
-            kind = type(self.connection_factory).__name__
-            raise InvalidArgumentError(f"connection_factory must be a function of the table name, got {kind}")
+        factory: object = self.connection_factory
+        if factory is not None and not callable(factory):
+            raise InvalidArgumentError(f"connection_factory must be callable, got {type(factory).__name__}")
         if self.connection_factory is not None and self.storage_options:
             raise InvalidArgumentError(
                 "give storage_options or a connection_factory, not both: the factory opens the table, and "
-                "the options "
-                "would put credentials into every pickle"
+                "the options would put credentials into every pickle"
             )
         uri = _absolute_uri(self.uri)
         if self.connection_factory is not None:
@@ -85,9 +83,8 @@ class TableRef:
         elif urlsplit(uri).scheme == "namespace":
             raise InvalidArgumentError(
                 f"table {self.name!r} is opened through a namespace connection ({uri}), which cannot be made "
-                "again "
-                "from its uri; pass connection_factory=, a function of the table name that returns the "
-                "opened table"
+                "again from its uri; pass connection_factory=, a function of the table name that returns "
+                "the opened table"
             )
         put("uri", uri)
         # Tells one factory's tables from another's after pickling, when equal factories differ as objects.
@@ -201,14 +198,12 @@ class TableRef:
             if _open_tables.holds(table):
                 raise InvalidArgumentError(
                     f"connection_factory returned the same opened table twice for {self.name!r}; it must "
-                    "open a new "
-                    "one at each call, because every version of a stream has a handle of its own"
+                    "open a new one at each call, because every version of a stream has a handle of its own"
                 )
             return table
         raise TableNotFoundError(
             f"cannot open {self._label()}: its connection_factory raised {cause}. The text of that error is "
-            "withheld "
-            "because it may hold credentials; call the factory by itself to see it"
+            "withheld because it may hold credentials; call the factory by itself to see it"
         )
 
     def _checkout(self, table: LanceTable) -> LanceTable:
@@ -237,7 +232,7 @@ class _OpenTables:
 
     def _reset(self) -> None:
         self._lock = threading.RLock()  # a factory may open other tables
-        self._tables: OrderedDict[tuple[object, ...], LanceTable] = OrderedDict()
+        self._tables: dict[tuple[object, ...], LanceTable] = {}
 
     def reset_after_fork(self) -> None:
         # The parent's handles do not work in a forked child, and closing them there may block: keep them.
@@ -246,12 +241,10 @@ class _OpenTables:
 
     def get(self, key: tuple[object, ...], open_table: Callable[[], LanceTable]) -> LanceTable:
         with self._lock:
-            table = self._tables.get(key)
-            if table is None:
-                table = self._tables[key] = open_table()
-                if len(self._tables) > _MAX_OPEN_TABLES:
-                    self._tables.popitem(last=False)
-            self._tables.move_to_end(key)
+            table = self._tables.pop(key, None) or open_table()
+            self._tables[key] = table
+            if len(self._tables) > _MAX_OPEN_TABLES:
+                del self._tables[next(iter(self._tables))]
             return table
 
     def holds(self, table: object) -> bool:
@@ -272,14 +265,13 @@ def check_table(table: object) -> LanceTable:
     if isinstance(table, AsyncTable):
         raise InvalidArgumentError(
             "an AsyncTable cannot be streamed; open the table with lancedb.connect(...).open_table(...), or "
-            "pass "
-            "TableRef(uri, name)"
+            "pass TableRef(uri, name)"
         )
     if isinstance(table, Table) and not isinstance(table, LanceTable):
         raise InvalidArgumentError(
             f"remote table {table.name!r} ({type(table).__name__}) cannot be streamed: its rows cannot be "
-            "pinned and "
-            "fetched by row id. Open it where it is stored: lancedb.connect('s3://...') or a local path"
+            "pinned and fetched by row id. Open it where it is stored: lancedb.connect('s3://...') or a "
+            "local path"
         )
     if not isinstance(table, LanceTable):
         raise InvalidArgumentError(
@@ -289,8 +281,7 @@ def check_table(table: object) -> LanceTable:
     if branch is not None:
         raise InvalidArgumentError(
             f"table {table.name!r} is on branch {branch!r}; version numbers of a branch mean nothing on "
-            "main, so a "
-            "branch cannot be streamed. Open the table without checking out a branch"
+            "main, so a branch cannot be streamed. Open the table without checking out a branch"
         )
     return table
 
@@ -368,15 +359,13 @@ def _absolute_uri(uri: object) -> str:
         raise InvalidArgumentError("uri cannot be parsed: it must be what lancedb.connect takes") from None
     if scheme == "memory":
         raise InvalidArgumentError(
-            "a memory:// table exists in this process alone, and a stream is read by others; write the table "
-            "to a "
-            "directory or an object store first"
+            "a memory:// table exists in this process alone, and a stream is read by others; write the "
+            "table to a directory or an object store first"
         )
     if scheme == "db":
         raise InvalidArgumentError(
-            "remote tables (db://...) cannot be streamed: their rows cannot be pinned and fetched by row id. "
-            "Open the "
-            "table where it is stored: lancedb.connect('s3://...') or a local path"
+            "remote tables (db://...) cannot be streamed: their rows cannot be pinned and fetched by row "
+            "id. Open the table where it is stored: lancedb.connect('s3://...') or a local path"
         )
     if scheme == "file":
         uri = re.sub(r"^file:(//)?", "", uri, flags=re.IGNORECASE)
