@@ -8,7 +8,6 @@ Private names of lancedb that are used here, and nowhere else in the package:
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 import threading
@@ -16,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 
@@ -46,9 +46,8 @@ class TableRef:
         storage_options: What ``lancedb.connect`` needs to reach the storage. They travel in the pickle; use a
             ``connection_factory`` where they must not.
         namespace_path: Namespace of the table, outermost first.
-        connection_factory: Called with the table name in every process; returns a table that it opened for
-            this call. It must be picklable and must not hold secrets itself: let it read them from the
-            environment.
+        connection_factory: Called with the table name in every process; returns a table opened for this
+            call. It must be picklable and must not hold secrets: let it read them from the environment.
 
     Raises:
         InvalidArgumentError: An argument has a wrong type, or the table cannot be reopened elsewhere
@@ -241,8 +240,8 @@ class _OpenTables:
 
     def get(self, key: tuple[object, ...], open_table: Callable[[], LanceTable]) -> LanceTable:
         with self._lock:
-            table = self._tables.pop(key, None) or open_table()
-            self._tables[key] = table
+            table = self._tables.pop(key, None)  # an empty table is false
+            self._tables[key] = table = open_table() if table is None else table
             if len(self._tables) > _MAX_OPEN_TABLES:
                 del self._tables[next(iter(self._tables))]
             return table
@@ -277,6 +276,7 @@ def check_table(table: object) -> LanceTable:
         raise InvalidArgumentError(
             f"expected an opened LanceDB table or a TableRef(uri, name), got {type(table).__name__}"
         )
+    _absolute_uri(table._conn.uri)  # refuses memory://
     branch = table.current_branch()
     if branch is not None:
         raise InvalidArgumentError(
@@ -320,15 +320,9 @@ def scrub(text: str, *, uri: str, storage_options: Mapping[str, str] | None) -> 
 def _check_version(version: object) -> int | str | None:
     if version is None or (isinstance(version, str) and version):
         return version
-    try:
-        number = operator.index(version)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if isinstance(version, bool) or not 0 < number < 2**63:
-        raise InvalidArgumentError(
-            f"version must be a positive version number, a tag or None, got {version!r}"
-        )
-    return number
+    if isinstance(version, Integral) and not isinstance(version, bool) and 0 < version < 2**63:
+        return int(version)
+    raise InvalidArgumentError(f"version must be a positive version number, a tag or None, got {version!r}")
 
 
 def _check_namespace(path: object) -> tuple[str, ...]:
@@ -390,9 +384,7 @@ def _existing_versions(table: LanceTable, asked: int | str) -> str:
         return f"Tags: {', '.join(sorted(table.tags.list())[:20]) or 'none'}"
     versions = sorted(v["version"] for v in table.list_versions())
     shown = [str(v) for v in (versions if len(versions) <= 8 else [*versions[:3], "...", *versions[-4:]])]
-    return (
-        f"Versions that exist: {', '.join(shown) or 'none'}; cleanup removes old ones unless they are tagged"
-    )
+    return f"Versions that exist: {', '.join(shown)}; cleanup removes old ones unless they are tagged"
 
 
 def _where(error: BaseException) -> str:
