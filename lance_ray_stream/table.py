@@ -15,11 +15,11 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Integral
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 
 import lancedb
+import numpy as np
 from lancedb.table import AsyncTable, LanceTable, Table
 
 from lance_ray_stream.errors import InvalidArgumentError, TableNotFoundError, VersionNotFoundError
@@ -320,7 +320,7 @@ def scrub(text: str, *, uri: str, storage_options: Mapping[str, str] | None) -> 
 def _check_version(version: object) -> int | str | None:
     if version is None or (isinstance(version, str) and version):
         return version
-    if isinstance(version, Integral) and not isinstance(version, bool) and 0 < version < 2**63:
+    if isinstance(version, (int, np.integer)) and not isinstance(version, bool) and 0 < version < 2**63:
         return int(version)
     raise InvalidArgumentError(f"version must be a positive version number, a tag or None, got {version!r}")
 

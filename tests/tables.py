@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import lancedb
@@ -13,14 +14,14 @@ NUM_APPENDS = 4
 
 
 def make_rows(start: int, stop: int) -> pa.Table:
-    """Rows ``start``..``stop - 1``: id; label = id % 7; text, of varying length; vector = 4 floats around id."""
+    """Rows ``start``..``stop - 1``: id; label = id % 7; text, of varying length; vector = 4 floats."""
     ids = np.arange(start, stop)
     vectors = (ids[:, None] + np.arange(4) / 4).astype(np.float32)
     return pa.table(
         {
             "id": pa.array(ids, pa.int64()),
             "label": pa.array(ids % 7, pa.int32()),
-            "text": pa.array([f"row {i} " + "x" * (i % 5) for i in ids]),
+            "text": pa.array([f"row {i} " + "x" * (i % 5) for i in ids], pa.string()),
             "vector": pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 4),
         }
     )
@@ -34,17 +35,18 @@ def make_table(
     columns: list[str] | None = None,
     appends: int = NUM_APPENDS,
 ) -> LanceTable:
-    """``T(rows)``: a new table ``name`` in directory ``path``, id = 0..rows-1, written in ``appends`` appends.
+    """``T(rows)``: a new table ``name`` in directory ``path``, id = 0..rows-1, in ``appends`` appends.
 
     The other columns are those of :func:`make_rows`; ``columns`` selects some of them. Version 1 is the empty
     table, so the newest version of a table that was just made is ``appends + 1``, if it has that many rows.
     """
     schema = make_rows(0, 0).select(columns or ["id", "label", "text", "vector"]).schema
     table = lancedb.connect(path).create_table(name, schema=schema)
+    assert isinstance(table, LanceTable)
     borders = np.linspace(0, rows, appends + 1).astype(int)
-    for start, stop in zip(borders[:-1], borders[1:], strict=True):
+    for start, stop in itertools.pairwise(borders.tolist()):
         if start < stop:
-            table.add(make_rows(int(start), int(stop)).select(schema.names))
+            table.add(make_rows(start, stop).select(schema.names))
     return table
 
 
