@@ -6,6 +6,7 @@ import numpy as np
 
 from lance_ray_stream.layout import IntArray, SplitLayout
 from lance_ray_stream.position import advance, is_cycle_boundary, rows_to_deliver
+from lance_ray_stream.state import StreamState
 
 
 class Cursor:
@@ -25,9 +26,13 @@ class Cursor:
     def __repr__(self) -> str:
         return f"Cursor(epoch={self.epoch}, rank={self.rank}/{self.world_size}, received={self.received})"
 
-    def jump(self, epoch: int, position: IntArray | None = None) -> None:
-        """Stand at ``position`` (int64, shape (num_splits,)) of ``epoch``, at its start if None."""
+    def jump(self, epoch: int, position: IntArray | None = None, counted: range | None = None) -> None:
+        """Stand at ``position`` (int64, shape (num_splits,)) of ``epoch``, at its start if None.
+
+        ``counted`` are the splits whose position was counted and not projected; all if None.
+        """
         self.epoch = epoch
+        self._counted = range(self.layout.num_splits) if counted is None else counted
         if position is None:
             position = np.zeros(self.layout.num_splits, dtype=np.int64)
         self.start = position.copy()
@@ -36,10 +41,18 @@ class Cursor:
     def receive(self, num_rows: int) -> None:
         """Count rows that were handed to the trainer."""
         self.received += num_rows
+        self._counted = self.splits
 
     def settle(self) -> None:
         """Make the present position the one from which reading begins."""
-        self.jump(self.epoch, self.position())
+        self.jump(self.epoch, self.position(), self._counted)
+
+    def resume(self, saved: StreamState, rows_per_split: int) -> None:
+        """Stand where ``saved`` was made; the very end of an epoch is the start of the next one."""
+        if (saved.position == rows_per_split).all():
+            self.jump(saved.epoch + 1)
+        else:
+            self.jump(saved.epoch, saved.position, saved.splits)
 
     def position(self) -> IntArray:
         """Rows received of every split, int64 of shape (num_splits,)."""
@@ -48,6 +61,14 @@ class Cursor:
         # (num_splits,) -> (world_size, splits per rank)
         groups = self.start.reshape(self.world_size, -1)
         return np.concatenate([advance(group, self.received) for group in groups])
+
+    def counted_splits(self) -> range:
+        """The splits that this rank can vouch for.
+
+        At a cycle boundary these are all of them, so that every rank's state is the same; inside a cycle they
+        are its own, so that the states of all ranks can be merged and a missing one is noticed.
+        """
+        return range(self.layout.num_splits) if is_cycle_boundary(self.position()) else self._counted
 
     def own_start(self) -> IntArray:
         """Where this rank's splits stood when its reading began, int64 of shape (splits per rank,)."""

@@ -19,6 +19,7 @@ from lance_ray_stream.errors import InvalidArgumentError, LayoutError, StreamUsa
 from lance_ray_stream.feed import Feed
 from lance_ray_stream.layout import IntArray, SplitLayout, check_int
 from lance_ray_stream.planner import Planner, PublishedPlan
+from lance_ray_stream.position import num_batches
 from lance_ray_stream.provenance import Facts, adopt, check_against_plan, describe
 from lance_ray_stream.state import StreamState, parse_state
 from lance_ray_stream.transforms import stream_of
@@ -160,7 +161,7 @@ class StreamIterator(DataIterator):
             shuffle_seed=self._spec.shuffle_seed,
             epoch=self.epoch,
             position=self._cursor.position(),
-            splits=self.splits,
+            splits=self._cursor.counted_splits(),
             provenance=describe(self._spec, self._facts),
         ).to_dict()
 
@@ -185,14 +186,14 @@ class StreamIterator(DataIterator):
         plan = self._planner.plan(spec, saved.epoch)
         check_against_plan(saved, plan)
         self._spec = spec
-        if (saved.position == plan.rows_per_split).all():
-            self._jump(saved.epoch + 1)
-            return
-        self._jump(saved.epoch, saved.position)
-        self._plan = plan
-        if saved.provenance is not None:
-            # A state that is loaded and saved at once is the same state.
-            self._facts = Facts(rows=saved.provenance["rows"], fingerprint=saved.provenance["fingerprint"])
+        self._cursor.resume(saved, plan.rows_per_split)
+        self._plan, self._facts = None, self._facts_without_plan()
+        if self.epoch == saved.epoch:
+            self._plan = plan
+            known = saved.provenance
+            if known is not None:
+                # A state that is loaded and saved at once is the same state.
+                self._facts = Facts(rows=known["rows"], fingerprint=known["fingerprint"])
 
     # --- iteration -----------------------------------------------------------------------------
 
@@ -323,8 +324,7 @@ class StreamIterator(DataIterator):
         return StreamBatches(self, size, drop_last, start)
 
     def _num_batches(self, batch_size: int, drop_last: bool) -> int:
-        rows = self._cursor.rows_left(self.rows_per_split)
-        return rows // batch_size if drop_last else -(-rows // batch_size)
+        return num_batches(self._cursor.rows_left(self.rows_per_split), batch_size, drop_last)
 
     def _run(self, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """One iteration, ending the one before it."""

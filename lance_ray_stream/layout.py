@@ -56,6 +56,8 @@ class SplitLayout:
         >>> SplitLayout.for_world_sizes([6, 8])
         SplitLayout(num_splits=24)
         """
+        if not isinstance(world_sizes, Iterable) or isinstance(world_sizes, (str, bytes)):
+            raise InvalidArgumentError(f"world_sizes must be a list of integers, got {world_sizes!r}.")
         sizes = [check_int("world_sizes", size, minimum=1) for size in world_sizes]
         if not sizes:
             raise InvalidArgumentError("world_sizes is empty: name at least one number of ranks.")
@@ -122,8 +124,8 @@ class SplitLayout:
         size = check_int("global_batch_size", global_batch_size, minimum=1)
         if size % self.num_splits:
             raise LayoutError(
-                f"global_batch_size={size} is not a multiple of num_splits={self.num_splits}, so a step would "
-                f"not be whole cycles and would differ between world sizes. "
+                f"global_batch_size={size} is not a multiple of num_splits={self.num_splits}, so a step "
+                "would not be whole cycles and would differ between world sizes. "
                 f"Nearest sizes that work: {_multiples(self.num_splits, size)}."
             )
         return size

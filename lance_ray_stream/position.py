@@ -25,7 +25,7 @@ def advance(position: IntArray, num_rows: int) -> IntArray:
     if num_rows == 0:
         return position.copy()
     level = _level(position, num_rows)
-    filled = np.maximum(position, level)
+    filled: IntArray = np.maximum(position, level)
     rest = num_rows - int((filled - position).sum())
     behind = np.flatnonzero(filled == level)[:rest]
     filled[behind] += 1
@@ -58,6 +58,11 @@ def rows_to_deliver(position: IntArray, world_size: int, rows_per_split: int) ->
     # (num_splits,) -> (world_size, splits per rank)
     groups = position.reshape(world_size, -1)
     return min(rows_left(group, rows_per_split) for group in groups)
+
+
+def num_batches(num_rows: int, batch_size: int, drop_last: bool) -> int:
+    """Batches that ``num_rows`` rows make; the last one may be shorter unless it is dropped."""
+    return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
 
 
 def is_cycle_boundary(position: IntArray) -> bool:

@@ -33,8 +33,13 @@ IDENTITY_FIELDS = (
     "rows",
     "fingerprint",
 )
+# Fields that only a plan tells: None in a state that was saved before there was one.
+PLANNED_FIELDS = frozenset({"rows", "fingerprint"})
 # Fields that say nothing about the order of the rows: where the table is found and which columns are read.
 LENIENT_FIELDS = frozenset({"table", "columns"})
+# Fields of LanceDB's own part of a state.
+_OUTER_FIELDS = frozenset({"num_splits", "shuffle_seed"})
+_MAX_ROWS = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +49,8 @@ class StreamState:
     Attributes:
         epoch: the epoch in which the position is.
         position: int64, shape (num_splits,): rows received of each split.
-        splits: the splits whose position the saver counted itself; those of other ranks were
-            projected from it, which is exact as long as the ranks are in step.
+        splits: the splits whose position the saver vouches for: inside a cycle those that it counted
+            itself; the others were projected, which is exact as long as the ranks are in step.
         provenance: identity of the stream, or None for a state of LanceDB's own.
     """
 
@@ -73,8 +78,9 @@ class StreamState:
             "positions_consumed_per_split": consumed.copy(),
         }
         if self.provenance is not None:
-            own = {"splits": [self.splits.start, self.splits.stop]}
-            state[PROVENANCE] = {"format": FORMAT, **copy.deepcopy(dict(self.provenance)), **own}
+            state[PROVENANCE] = {"format": FORMAT, **copy.deepcopy(dict(self.provenance))}
+            if self.splits != range(self.num_splits):
+                state[PROVENANCE]["splits"] = [self.splits.start, self.splits.stop]
         return state
 
 
@@ -134,6 +140,8 @@ def _per_split(state: Mapping[str, Any], key: str, num_splits: int) -> IntArray:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise InvalidArgumentError(f"{key} must be a list, got {type(value).__name__}.")
         counts = [check_int(f"{key}[{split}]", count, minimum=0) for split, count in enumerate(value)]
+        if max(counts, default=0) > _MAX_ROWS:
+            raise InvalidArgumentError(f"{key} counts {max(counts)} rows, more than any table has.")
     except InvalidArgumentError as error:
         raise StateError(f"Malformed state: {error}") from None
     if len(counts) != num_splits:
@@ -149,16 +157,22 @@ def _check_provenance(provenance: object, num_splits: int) -> range:
             f"The state has format {provenance.get('format')!r}; this release reads format {FORMAT}. "
             "Load it with the release of lance_ray_stream that wrote it."
         )
+    missing = [name for name in IDENTITY_FIELDS if name not in provenance and name not in _OUTER_FIELDS]
+    if missing:
+        raise StateError(f"The state's {PROVENANCE!r} part has no {', '.join(missing)}: it was changed.")
     splits = provenance.get("splits", [0, num_splits])
-    if not (isinstance(splits, Sequence) and len(splits) == 2):
-        raise StateError(f"The state's 'splits' must be [start, stop], got {splits!r}.")
+    whole = isinstance(splits, (list, tuple)) and len(splits) == 2 and all(type(s) is int for s in splits)
+    if not whole or not 0 <= splits[0] < splits[1] <= num_splits:
+        raise StateError(
+            f"The state's 'splits' must be [start, stop] within num_splits={num_splits}, got {splits!r}."
+        )
     return range(*splits)
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, str]:
     """Field by field, what a saved identity and the present one disagree on.
 
-    A field that either side does not know (None for the fingerprint, or absent) is not compared.
+    A field that either side does not know (absent, or None before there was a plan) is not compared.
 
     Returns:
         field name -> "checkpoint has X, this stream has Y".
@@ -168,7 +182,7 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[st
         if name not in saved or name not in present:
             continue
         mine, theirs = present[name], saved[name]
-        if name == "fingerprint" and (mine is None or theirs is None):
+        if name in PLANNED_FIELDS and (mine is None or theirs is None):
             continue
         if mine != theirs:
             found[name] = f"checkpoint has {theirs!r}, this stream has {mine!r}"
@@ -183,15 +197,18 @@ def refuse(found: Mapping[str, str]) -> None:
     lenient = sorted(LENIENT_FIELDS.intersection(found))
     way_out = "Make the stream with the checkpoint's values, or start a new run without it."
     if lenient and len(lenient) == len(found):
-        way_out += f" {' and '.join(lenient)} cannot change the order: load_state_dict(state, strict=False) accepts it."
+        way_out += (
+            f" {' and '.join(lenient)} cannot change the order: "
+            "load_state_dict(state, strict=False) accepts it."
+        )
     raise StateMismatchError(f"The state belongs to another stream:\n{lines}\n{way_out}")
 
 
 def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One exact state from the states of all ranks, saved at the same step.
 
-    Needed only when ranks stopped inside a cycle and were not in step; at a cycle boundary any rank's
-    state is the global one already. Pass every rank the same merged state, on any legal world size.
+    Needed only when ranks stopped inside a cycle; at a cycle boundary any rank's state is the global one
+    already. Pass every rank the same merged state, on any legal world size.
 
     Args:
         states: the ``state_dict()`` of every rank of one run, in any order. States of LanceDB's own
@@ -199,7 +216,8 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises:
         StateError: if there are no states, if they belong to different runs or epochs (every
-            difference is listed), or if the states of some splits' ranks are missing.
+            difference is listed), if they were not saved at the same step, or if the states of some
+            splits' ranks are missing.
     """
     if isinstance(states, Mapping) or not isinstance(states, Sequence) or not states:
         raise StateError("merge_state_dicts needs a list with the state of every rank.")
@@ -224,8 +242,14 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         epoch=first.epoch,
         position=position,
         splits=range(first.num_splits),
-        provenance=first.provenance,
+        provenance=_most_known(parsed),
     ).to_dict()
+
+
+def _most_known(states: list[StreamState]) -> Mapping[str, Any] | None:
+    """The provenance that knows most of the plan: a rank that has read nothing yet does not know it."""
+    parts = [state.provenance for state in states if state.provenance is not None]
+    return max(parts, key=lambda part: sum(part[name] is not None for name in PLANNED_FIELDS), default=None)
 
 
 def _merge_counted(states: list[StreamState]) -> IntArray:
@@ -233,10 +257,19 @@ def _merge_counted(states: list[StreamState]) -> IntArray:
     position = np.full(states[0].num_splits, -1, dtype=np.int64)
     for state in states:
         own = slice(state.splits.start, state.splits.stop)
-        position[own] = np.maximum(position[own], state.position[own])
+        apart = (position[own] >= 0) & (position[own] != state.position[own])
+        if apart.any():
+            split = state.splits[int(apart.argmax())]
+            raise StateError(
+                "The states were not saved at the same step: one has received "
+                f"{position[split]} rows of split {split}, another {state.position[split]}. Collect "
+                "state_dict() from every rank after the same step."
+            )
+        position[own] = state.position[own]
     missing = np.flatnonzero(position < 0).tolist()
     if missing:
         raise StateError(
-            f"No state comes from the rank of splits {missing}. Collect state_dict() from every rank of the run."
+            f"No state comes from the rank of splits {missing}. "
+            "Collect state_dict() from every rank of the run."
         )
     return position
