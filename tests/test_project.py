@@ -25,6 +25,8 @@ LAYERS = {
         "ray_internals",
         "collate",
         "planner",
+        "feed",
+        "provenance",
         "datasource",
         "transforms",
         "iterator",
@@ -152,7 +154,8 @@ def test_reading_knows_nothing_of_ray(module: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / PACKAGE).rglob("*.py")), ids=lambda path: path.stem)
 def test_modules_and_functions_are_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) < MAX_MODULE_LINES
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert num_lines < MAX_MODULE_LINES
     functions = (n for n in ast.walk(parse(path)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
     lengths = {function.name: (function.end_lineno or 0) - function.lineno + 1 for function in functions}
     too_long = {name: length for name, length in lengths.items() if length >= MAX_FUNCTION_LINES}
@@ -215,7 +218,8 @@ def test_private_methods_of_ray_are_overridden_in_one_place(module: str) -> None
         methods = {
             item.name for item in node.body if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))
         }
-        assert not methods & of_ray, f"{path.name}: {node.name} overrides private methods of Ray"
+        overridden = sorted(methods & of_ray)
+        assert not overridden, f"{path.name}: {node.name} overrides private methods of Ray"
 
 
 IMPORT_SCRIPT = """
