@@ -57,7 +57,8 @@ class Cursor:
     def position(self) -> IntArray:
         """Rows received of every split, int64 of shape (num_splits,)."""
         if is_cycle_boundary(self.start):
-            return np.tile(advance(self.start[: len(self.splits)], self.received), self.world_size)
+            one_group = advance(self.start[: len(self.splits)], self.received)
+            return np.tile(one_group, self.world_size)
         # (num_splits,) -> (world_size, splits per rank)
         groups = self.start.reshape(self.world_size, -1)
         return np.concatenate([advance(group, self.received) for group in groups])
@@ -72,7 +73,8 @@ class Cursor:
 
     def own_start(self) -> IntArray:
         """Where this rank's splits stood when its reading began, int64 of shape (splits per rank,)."""
-        return self.start[self.splits.start : self.splits.stop]
+        own: IntArray = self.start[self.splits.start : self.splits.stop]
+        return own
 
     def rows_left(self, rows_per_split: int) -> int:
         """Rows that every rank still delivers in this epoch."""

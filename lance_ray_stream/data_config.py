@@ -55,7 +55,7 @@ class StreamDataConfig(DataConfig):
         self,
         datasets: dict[str, Dataset],
         world_size: int,
-        worker_handles: list[ActorHandle] | None = None,
+        worker_handles: list[ActorHandle[Any]] | None = None,
         worker_node_ids: list[str] | None = None,
         **kwargs: Any,
     ) -> list[dict[str, DataIterator]]:
@@ -96,9 +96,7 @@ class StreamDataConfig(DataConfig):
         feed = Feed(dataset=dataset, num_workers=self.num_workers, options=self._options(name))
         planner = planner or PlannerActor.start()
         return [
-            StreamIterator(
-                feed, name=name, num_splits=num_splits, rank=rank, world_size=world_size, planner=planner
-            )
+            StreamIterator(feed, name=name, num_splits=num_splits, rank=rank, world_size=world_size, planner=planner)
             for rank in range(world_size)
         ]
 

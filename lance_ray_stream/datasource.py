@@ -12,7 +12,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from lance_ray_stream.layout import IntArray
-from lance_ray_stream.planner import LocalPlanner
+from lance_ray_stream.planner import LocalPlanner, ObjectRef
 from lance_ray_stream.position import Window
 from lance_ray_stream.ray_internals import ROW_COUNT_COLUMN
 from lance_ray_stream.reader import read_rows
@@ -126,7 +126,7 @@ class WindowDatasource(StreamDatasource):
         spec: StreamSpec,
         *,
         epoch: int,
-        group: ray.ObjectRef,
+        group: ObjectRef,
         position: IntArray,
         windows: list[Window],
         num_workers: int,
@@ -168,9 +168,7 @@ def _not_planned() -> Iterator[pa.Table]:
     raise RuntimeError("This read task describes a split; an execution makes its own tasks.")
 
 
-def _split_reader(
-    spec: StreamSpec, columns: Columns, row_ids: ray.ObjectRef
-) -> Callable[[], Iterator[pa.Table]]:
+def _split_reader(spec: StreamSpec, columns: Columns, row_ids: ObjectRef) -> Callable[[], Iterator[pa.Table]]:
     block_rows = max_window_rows(spec.row_bytes)
 
     def read_split() -> Iterator[pa.Table]:
@@ -184,7 +182,7 @@ def _split_reader(
 def _window_reader(
     spec: StreamSpec,
     columns: Columns,
-    group: ray.ObjectRef,
+    group: ObjectRef,
     window: Window,
     position: IntArray,
     num_workers: int,

@@ -6,14 +6,14 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 from ray.data import DataContext, DataIterator, Dataset
 from ray.data.block import BlockAccessor
 
 from lance_ray_stream import ray_internals
-from lance_ray_stream.collate import TensorCollate, check_columns
+from lance_ray_stream.collate import TensorCollate
 from lance_ray_stream.cursor import Cursor
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, StreamUsageError
 from lance_ray_stream.feed import Feed
@@ -63,9 +63,7 @@ class StreamIterator(DataIterator):
     from there. Only one iteration is live at a time: a new one ends the one before.
     """
 
-    def __init__(
-        self, feed: Feed, *, name: str, num_splits: int, rank: int, world_size: int, planner: Planner
-    ) -> None:
+    def __init__(self, feed: Feed, *, name: str, num_splits: int, rank: int, world_size: int, planner: Planner) -> None:
         source = stream_of(feed.dataset)
         self._feed = feed
         self._name = name
@@ -197,7 +195,7 @@ class StreamIterator(DataIterator):
 
     # --- iteration -----------------------------------------------------------------------------
 
-    def iter_batches(  # type: ignore[override]
+    def iter_batches(
         self,
         *,
         global_batch_size: int | None = None,
@@ -215,9 +213,9 @@ class StreamIterator(DataIterator):
             drop_last=drop_last,
             **local_shuffle,
         )
-        return batches  # type: ignore[return-value]
+        return cast(StreamBatches, batches)
 
-    def iter_torch_batches(  # type: ignore[override]
+    def iter_torch_batches(
         self,
         *,
         global_batch_size: int | None = None,
@@ -239,10 +237,10 @@ class StreamIterator(DataIterator):
             LayoutError: if the batch size does not fit the layout.
         """
         if collate_fn is None:
+            collate_fn, dtypes = TensorCollate(dtypes), None
             schema = ray_internals.static_schema(self._feed.dataset)
             if isinstance(schema, pa.Schema):
-                check_columns(schema)
-            collate_fn, dtypes = TensorCollate(dtypes), None
+                collate_fn.check(schema)
         batches = super().iter_torch_batches(
             batch_size=self._batch_size(global_batch_size, batch_size),
             prefetch_batches=prefetch_batches,
@@ -253,15 +251,15 @@ class StreamIterator(DataIterator):
             pin_memory=pin_memory,
             **local_shuffle,
         )
-        return batches  # type: ignore[return-value]
+        return cast(StreamBatches, batches)
 
-    def iter_tf_batches(  # type: ignore[override]
+    def iter_tf_batches(
         self, *, global_batch_size: int | None = None, batch_size: int | None = None, **kwargs: Any
     ) -> Iterable[Any]:
         """As ``DataIterator.iter_tf_batches``, with ``global_batch_size`` in place of ``batch_size``."""
         return super().iter_tf_batches(batch_size=self._batch_size(global_batch_size, batch_size), **kwargs)
 
-    def iter_jax_batches(  # type: ignore[override]
+    def iter_jax_batches(
         self, *, global_batch_size: int | None = None, batch_size: int | None = None, **kwargs: Any
     ) -> Iterable[Any]:
         """As ``DataIterator.iter_jax_batches``, with ``global_batch_size`` in place of ``batch_size``."""
@@ -269,11 +267,9 @@ class StreamIterator(DataIterator):
 
     def iter_rows(self) -> Iterator[dict[str, Any]]:
         """As ``DataIterator.iter_rows``; the position moves with every row."""
-        batches = self._iter_batches(
-            batch_size=_ROWS_AT_ONCE, batch_format="pyarrow", drop_last=False, count_batches=False
-        )
-        for batch in batches:
-            for row in BlockAccessor.for_block(batch).iter_rows(public_row_format=True):
+        for batch in self._batches(count_batches=False, batch_size=_ROWS_AT_ONCE, batch_format="pyarrow"):
+            rows: Iterator[dict[str, Any]] = BlockAccessor.for_block(batch).iter_rows(public_row_format=True)
+            for row in rows:
                 self._cursor.receive(1)
                 yield row
 
@@ -288,33 +284,39 @@ class StreamIterator(DataIterator):
             return self.local_batch_size(global_batch_size)
         return check_int("batch_size", batch_size, minimum=1)
 
-    def _iter_batches(  # type: ignore[override]
+    def _iter_batches(self, **kwargs: Any) -> StreamBatches:
+        """Every ``iter_*`` of ``DataIterator`` comes through here."""
+        return self._batches(count_batches=True, **kwargs)
+
+    def _batches(
         self,
         *,
+        count_batches: bool,
         batch_size: int | None,
         drop_last: bool = False,
+        prefetch_batches: int = 1,
         local_shuffle_buffer_size: int | None = None,
         local_shuffle_seed: int | None = None,
-        count_batches: bool = True,
         **kwargs: Any,
     ) -> StreamBatches:
-        """Every ``iter_*`` of ``DataIterator`` comes through here."""
         if local_shuffle_buffer_size is not None or local_shuffle_seed is not None:
             raise InvalidArgumentError(
                 "local_shuffle_buffer_size and local_shuffle_seed would change the order that every rank and every "
                 "resume relies on. read_stream(shuffle=True, shuffle_seed=...) shuffles the whole table already."
             )
         size = check_int("batch_size", batch_size, minimum=1)
-        if type(drop_last) is not bool:
+        if not isinstance(drop_last, bool):
             raise InvalidArgumentError(f"drop_last must be True or False, got {drop_last!r}.")
-        prefetch = check_int("prefetch_batches", kwargs.get("prefetch_batches", 1), minimum=0)
         if drop_last and size > self.rows_per_epoch:
             raise LayoutError(
                 f"batch_size={size} with drop_last=True gives an epoch of zero steps: a rank has "
                 f"{self.rows_per_epoch} rows per epoch. Use at most that, or drop_last=False."
             )
         batches = super()._iter_batches(
-            batch_size=size, drop_last=drop_last, **kwargs | {"prefetch_batches": prefetch}
+            batch_size=size,
+            drop_last=drop_last,
+            prefetch_batches=check_int("prefetch_batches", prefetch_batches, minimum=0),
+            **kwargs,
         )
 
         def start() -> Iterable[Any]:

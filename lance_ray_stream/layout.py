@@ -153,9 +153,7 @@ class SplitLayout:
         self.check(world_size, global_batch_size=global_batch_size)
         splits = range(self.num_splits) if rank is None else self.splits_of(rank, world_size)
         cycles = global_batch_size // self.num_splits
-        index, split = np.meshgrid(
-            np.arange(step * cycles, (step + 1) * cycles), np.asarray(splits), indexing="ij"
-        )
+        index, split = np.meshgrid(np.arange(step * cycles, (step + 1) * cycles), np.asarray(splits), indexing="ij")
         # two (cycles, splits) grids -> (cycles * splits, 2)
         return np.stack([split.ravel(), index.ravel()], axis=1).astype(np.int64)
 

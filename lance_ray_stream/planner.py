@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -13,6 +13,10 @@ from lance_ray_stream.spec import StreamSpec, plan_key
 
 # The epoch that is read and the one that follows it.
 _KEPT_PLANS = 2
+
+
+# A reference in the object store; to what, the attribute that holds it says.
+ObjectRef: TypeAlias = "ray.ObjectRef[Any]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,7 @@ class PublishedPlan:
     rows: int
     rows_per_split: int
     fingerprint: str
-    row_ids: tuple[ray.ObjectRef, ...]
+    row_ids: tuple[ObjectRef, ...]
 
 
 class Planner(Protocol):

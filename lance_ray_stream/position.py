@@ -23,7 +23,7 @@ def advance(position: IntArray, num_rows: int) -> IntArray:
     [3, 2, 2]
     """
     if num_rows == 0:
-        return position.copy()
+        return np.array(position)
     level = _level(position, num_rows)
     filled: IntArray = np.maximum(position, level)
     rest = num_rows - int((filled - position).sum())
@@ -82,9 +82,7 @@ class Window:
     num_rows: int
 
 
-def windows(
-    position: IntArray, *, num_rows: int, first_rows: int, max_rows: int, growth: int = 4
-) -> Iterator[Window]:
+def windows(position: IntArray, *, num_rows: int, first_rows: int, max_rows: int, growth: int = 4) -> Iterator[Window]:
     """Cut the next ``num_rows`` rows of a split group into windows.
 
     The first window has about ``first_rows`` rows, so that the first batch comes early; each next one is

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lance_ray_stream.errors import StateError
+from lance_ray_stream.plan import EpochPlan
 from lance_ray_stream.planner import PublishedPlan
 from lance_ray_stream.spec import StreamSpec, repin
 from lance_ray_stream.state import LENIENT_FIELDS, StreamState, differences, refuse
@@ -46,7 +47,7 @@ def describe(spec: StreamSpec, facts: Facts) -> dict[str, Any]:
 
 
 def adopt(spec: StreamSpec, saved: StreamState, *, strict: bool) -> StreamSpec:
-    """The stream that continues ``saved``: ``spec``, on the version and seed of the state where those were left open.
+    """The stream that continues ``saved``: ``spec``, on its version and seed where those were left open.
 
     Raises:
         StateMismatchError: if the state belongs to another stream, listing every difference.
@@ -56,7 +57,7 @@ def adopt(spec: StreamSpec, saved: StreamState, *, strict: bool) -> StreamSpec:
         spec = replace(spec, shuffle_seed=saved.shuffle_seed)
     if saved.provenance is None:
         warnings.warn(
-            "The state has no 'lance_ray_stream' part (it is one of lancedb.streaming.StreamingDataset): num_splits and "
+            "The state has no 'lance_ray_stream' part, so it is one of LanceDB's StreamingDataset: num_splits and "
             "shuffle_seed are checked, but not that its table, version and filter are those of this stream.",
             stacklevel=4,
         )
@@ -76,7 +77,7 @@ def adopt(spec: StreamSpec, saved: StreamState, *, strict: bool) -> StreamSpec:
     return spec
 
 
-def check_against_plan(saved: StreamState, plan: PublishedPlan) -> None:
+def check_against_plan(saved: StreamState, plan: PublishedPlan | EpochPlan) -> None:
     """Whether ``saved`` is a position in ``plan``.
 
     Raises:

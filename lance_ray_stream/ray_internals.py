@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -85,9 +85,7 @@ def replace_operator(operator: LogicalOperator, **changes: Any) -> LogicalOperat
     return dataclasses.replace(operator, **changes)
 
 
-def rebuild(
-    dataset: Dataset, change: Callable[[LogicalOperator], LogicalOperator], context: DataContext
-) -> Dataset:
+def rebuild(dataset: Dataset, change: Callable[[LogicalOperator], LogicalOperator], context: DataContext) -> Dataset:
     """A new dataset whose operators are those of ``dataset`` after ``change``, with its own context.
 
     Reason: ``_apply_transform`` is the one function that rebuilds a plan bottom-up; ``Dataset``'s
@@ -113,7 +111,8 @@ def execute(dataset: Dataset) -> tuple[Iterator[Any], Any, Any]:
     Returns what ``DataIterator._to_ref_bundle_iterator`` has to return: the bundles, the statistics and the
     executor. Reason: the same call is behind ``Dataset.iterator()``, which hides the executor.
     """
-    return dataset._execute_to_iterator()
+    bundles, stats, executor = dataset._execute_to_iterator()
+    return bundles, stats, executor
 
 
 class _ReceivingBatchIterator(BatchIterator):
@@ -123,13 +122,13 @@ class _ReceivingBatchIterator(BatchIterator):
         super().__init__(*args, **kwargs)
         self._on_receive = on_receive
 
-    def yield_batch_context(self, batch: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def yield_batch_context(self, batch: Any) -> Iterator[None]:
         self._on_receive(batch.metadata.num_rows)
-        return super().yield_batch_context(batch)
+        with super().yield_batch_context(batch):
+            yield
 
 
-def receiving_batch_iterator(
-    ref_bundles: Iterator[Any], *, on_receive: Callable[[int], None], **kwargs: Any
-) -> Any:
+def receiving_batch_iterator(ref_bundles: Iterator[Any], *, on_receive: Callable[[int], None], **kwargs: Any) -> Any:
     """A ``BatchIterator`` that calls ``on_receive(num_rows)`` right before each batch is handed over."""
     return _ReceivingBatchIterator(ref_bundles, on_receive=on_receive, **kwargs)

@@ -70,7 +70,7 @@ def read_stream(
         shuffle_algorithm=shuffle_algorithm,
     )
     source = StreamDatasource(spec, epoch=epoch)
-    dataset = ray.data.read_datasource(
+    dataset: Dataset = ray.data.read_datasource(
         source, override_num_blocks=source.num_splits, num_cpus=num_cpus, concurrency=concurrency
     )
     options = copy.deepcopy(dataset.context.execution_options)

@@ -93,9 +93,7 @@ def parse_state(state: object) -> StreamState:
     if not isinstance(state, Mapping):
         raise StateError(f"A state is a dictionary as state_dict() returns it, got {type(state).__name__}.")
     if "pack_buffers" in state:
-        raise StateError(
-            "The state is one of packed sequences (pack_sequences=...), which this stream has not."
-        )
+        raise StateError("The state is one of packed sequences (pack_sequences=...), which this stream has not.")
     try:
         num_splits = check_int("num_splits", _required(state, "num_splits"), minimum=1)
         shuffle_seed = check_int("shuffle_seed", _required(state, "shuffle_seed"))
@@ -163,9 +161,7 @@ def _check_provenance(provenance: object, num_splits: int) -> range:
     splits = provenance.get("splits", [0, num_splits])
     whole = isinstance(splits, (list, tuple)) and len(splits) == 2 and all(type(s) is int for s in splits)
     if not whole or not 0 <= splits[0] < splits[1] <= num_splits:
-        raise StateError(
-            f"The state's 'splits' must be [start, stop] within num_splits={num_splits}, got {splits!r}."
-        )
+        raise StateError(f"The state's 'splits' must be [start, stop] within num_splits={num_splits}, got {splits!r}.")
     return range(*splits)
 
 
@@ -197,10 +193,7 @@ def refuse(found: Mapping[str, str]) -> None:
     lenient = sorted(LENIENT_FIELDS.intersection(found))
     way_out = "Make the stream with the checkpoint's values, or start a new run without it."
     if lenient and len(lenient) == len(found):
-        way_out += (
-            f" {' and '.join(lenient)} cannot change the order: "
-            "load_state_dict(state, strict=False) accepts it."
-        )
+        way_out += f" {' and '.join(lenient)} cannot change the order: load_state_dict(state, strict=False) accepts it."
     raise StateMismatchError(f"The state belongs to another stream:\n{lines}\n{way_out}")
 
 
@@ -269,7 +262,6 @@ def _merge_counted(states: list[StreamState]) -> IntArray:
     missing = np.flatnonzero(position < 0).tolist()
     if missing:
         raise StateError(
-            f"No state comes from the rank of splits {missing}. "
-            "Collect state_dict() from every rank of the run."
+            f"No state comes from the rank of splits {missing}. Collect state_dict() from every rank of the run."
         )
     return position

@@ -6,8 +6,8 @@ import collections.abc
 import copy
 import functools
 import inspect
+import types
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import GeneratorType
 from typing import Any
 
 from ray.data import ActorPoolStrategy, DataContext, Dataset, ExecutionOptions, TaskPoolStrategy
@@ -18,15 +18,13 @@ from lance_ray_stream.errors import InvalidArgumentError, RowCountChangedError, 
 from lance_ray_stream.ray_internals import MapBatches, Read
 
 
-def find_stream(dataset: Dataset) -> StreamDatasource | None:
+def find_stream(dataset: object) -> StreamDatasource | None:
     """The stream under a dataset's transforms, or None if it reads something else."""
-    if not isinstance(dataset, Dataset):
-        return None
-    source = ray_internals.source_of(dataset)
+    source = ray_internals.source_of(dataset) if isinstance(dataset, Dataset) else None
     return source if isinstance(source, StreamDatasource) else None
 
 
-def stream_of(dataset: Dataset) -> StreamDatasource:
+def stream_of(dataset: object) -> StreamDatasource:
     """The stream under a dataset's transforms.
 
     Raises:
@@ -37,20 +35,17 @@ def stream_of(dataset: Dataset) -> StreamDatasource:
     if source is not None:
         return source
     if not isinstance(dataset, Dataset):
-        raise InvalidArgumentError(
-            f"Expected a ray.data.Dataset made by read_stream(), got {type(dataset).__name__}."
-        )
+        raise InvalidArgumentError(f"Expected a ray.data.Dataset made by read_stream(), got {type(dataset).__name__}.")
     raise InvalidArgumentError(
         f"The dataset does not come from read_stream() alone: {dataset!r}. A materialized, united or joined "
         "dataset has lost its plan; pass the dataset that read_stream() and its row-wise transforms return."
     )
 
 
-def contains_stream(dataset: Dataset) -> bool:
+def contains_stream(dataset: object) -> bool:
     """Whether any source of a dataset is a stream, also one of several."""
     return isinstance(dataset, Dataset) and any(
-        isinstance(op, Read) and isinstance(op.datasource, StreamDatasource)
-        for op in ray_internals.operators(dataset)
+        isinstance(op, Read) and isinstance(op.datasource, StreamDatasource) for op in ray_internals.operators(dataset)
     )
 
 
@@ -71,9 +66,7 @@ def check_operators(dataset: Dataset, name: str) -> None:
         )
 
 
-def rebase(
-    dataset: Dataset, source: StreamDatasource, *, world_size: int, options: ExecutionOptions
-) -> Dataset:
+def rebase(dataset: Dataset, source: StreamDatasource, *, world_size: int, options: ExecutionOptions) -> Dataset:
     """The user's transforms over ``source``, for one of ``world_size`` ranks, to be run in order.
 
     Every ``map_batches`` function is checked to give as many rows as it got; a ``concurrency`` that was
@@ -114,8 +107,8 @@ def quiet_context(context: DataContext, options: ExecutionOptions) -> DataContex
 def share_of(compute: Any, world_size: int) -> Any:
     """One rank's share of a pool that was asked for the whole job, at least one worker."""
 
-    def share(size: float) -> int | None:
-        return None if size == float("inf") else max(1, int(size) // world_size)
+    def share(size: Any) -> Any:
+        return size if size == float("inf") else max(1, size // world_size)
 
     if isinstance(compute, TaskPoolStrategy):
         return compute if compute.size is None else TaskPoolStrategy(size=share(compute.size))
@@ -124,7 +117,7 @@ def share_of(compute: Any, world_size: int) -> Any:
         part = copy.copy(compute)
         part.min_size = share(compute.min_size)
         part.initial_size = share(compute.initial_size)
-        part.max_size = share(compute.max_size) or float("inf")
+        part.max_size = share(compute.max_size)
         return part
     return compute
 
@@ -137,7 +130,7 @@ def count_rows_through(fn: Any, operator: str) -> Any:
     """
     if inspect.isclass(fn):
         checked = {"__call__": _checked(fn.__call__, operator, skip_self=True), "__doc__": fn.__doc__}
-        return type(fn)(fn.__name__, (fn,), checked)
+        return types.new_class(fn.__name__, (fn,), exec_body=lambda body: body.update(checked))
     return _checked(fn, operator)
 
 
@@ -167,7 +160,7 @@ def _checked(fn: Callable[..., Any], operator: str, *, skip_self: bool = False) 
     def check(*args: Any, **kwargs: Any) -> Any:
         given = _num_rows(args[batch_at])
         result = fn(*args, **kwargs)
-        if isinstance(result, GeneratorType):
+        if isinstance(result, types.GeneratorType):
             return _check_generator(result, operator, given)
         _compare(operator, given, _num_rows(result))
         return result

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from lancedb.table import Table
+from lancedb.table import LanceTable
 
 from lance_ray_stream.layout import IntArray
 from lance_ray_stream.position import Window, rows_of_window
@@ -16,7 +16,7 @@ from lance_ray_stream.reader import read_rows
 
 
 def read_window(
-    table: Table,
+    table: LanceTable,
     window: Window,
     row_ids: Sequence[npt.NDArray[np.uint64]],
     position: IntArray,
