@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from lance_ray_stream.layout import IntArray, SplitLayout
@@ -43,6 +46,22 @@ class Cursor:
         self.received += num_rows
         self._counted = self.splits
 
+    def save(self, *, shuffle_seed: int, provenance: Mapping[str, Any]) -> StreamState:
+        """The state of the present position.
+
+        At a cycle boundary it vouches for all splits, so that every rank's state is the same; inside a cycle for
+        the rank's own, so that the states of all ranks can be merged and a missing one is noticed.
+        """
+        position = self.position()
+        return StreamState(
+            num_splits=self.layout.num_splits,
+            shuffle_seed=shuffle_seed,
+            epoch=self.epoch,
+            position=position,
+            splits=range(self.layout.num_splits) if is_cycle_boundary(position) else self._counted,
+            provenance=provenance,
+        )
+
     def settle(self) -> None:
         """Make the present position the one from which reading begins."""
         self.jump(self.epoch, self.position(), self._counted)
@@ -62,14 +81,6 @@ class Cursor:
         # (num_splits,) -> (world_size, splits per rank)
         groups = self.start.reshape(self.world_size, -1)
         return np.concatenate([advance(group, self.received) for group in groups])
-
-    def counted_splits(self) -> range:
-        """The splits that this rank can vouch for.
-
-        At a cycle boundary these are all of them, so that every rank's state is the same; inside a cycle they
-        are its own, so that the states of all ranks can be merged and a missing one is noticed.
-        """
-        return range(self.layout.num_splits) if is_cycle_boundary(self.position()) else self._counted
 
     def own_start(self) -> IntArray:
         """Where this rank's splits stood when its reading began, int64 of shape (splits per rank,)."""
