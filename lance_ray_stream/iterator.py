@@ -9,19 +9,18 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pyarrow as pa
-from ray.data import DataContext, DataIterator, Dataset
+from ray.data import DataContext, Dataset
 from ray.data.block import BlockAccessor
 
-from lance_ray_stream import ray_internals
 from lance_ray_stream.collate import TensorCollate
 from lance_ray_stream.cursor import Cursor
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, StreamUsageError
 from lance_ray_stream.feed import Feed
-from lance_ray_stream.layout import IntArray, SplitLayout, check_int
-from lance_ray_stream.planner import Planner, PublishedPlan
+from lance_ray_stream.layout import SplitLayout, check_int
+from lance_ray_stream.planner import Planner
 from lance_ray_stream.position import num_batches
-from lance_ray_stream.provenance import Facts, adopt, check_against_plan, describe
-from lance_ray_stream.state import StreamState, parse_state
+from lance_ray_stream.progress import Progress
+from lance_ray_stream.ray_internals import HookedDataIterator, static_schema
 from lance_ray_stream.transforms import stream_of
 
 # Rows that iter_rows() fetches at a time.
@@ -52,7 +51,7 @@ class StreamBatches:
         return f"StreamBatches(batch_size={self._batch_size}, drop_last={self._drop_last}, {self._stream!r})"
 
 
-class StreamIterator(DataIterator):
+class StreamIterator(HookedDataIterator):
     """One rank's part of a stream: a ``ray.data.DataIterator`` with a position.
 
     Made by :class:`StreamDataConfig`; get it in the training function with
@@ -67,21 +66,19 @@ class StreamIterator(DataIterator):
         source = stream_of(feed.dataset)
         self._feed = feed
         self._name = name
-        self._spec = replace(source.spec, num_splits=num_splits)
-        self._planner = planner
         self._cursor = Cursor(SplitLayout(num_splits), rank=rank, world_size=world_size, epoch=source.epoch)
-        self._plan: PublishedPlan | None = None
-        self._facts = self._facts_without_plan()
+        self._progress = Progress(replace(source.spec, num_splits=num_splits), self._cursor, planner)
         self._live: weakref.ref[Any] | None = None
         self._running: Dataset | None = None
         self._count_batches = True
 
     def __repr__(self) -> str:
         cursor = self._cursor
+        own = cursor.position()[self.splits.start : self.splits.stop]
         return (
             f"StreamIterator({self._name!r}, rank={cursor.rank}/{cursor.world_size}, "
             f"splits={cursor.splits.start}..{cursor.splits.stop - 1} of {self.num_splits}, "
-            f"epoch={cursor.epoch}, rows_received={int(self._own_position().sum())})"
+            f"epoch={cursor.epoch}, rows_received={int(own.sum())})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,9 +114,7 @@ class StreamIterator(DataIterator):
     @property
     def rows_per_split(self) -> int:
         """L: rows of each split in an epoch."""
-        if self._spec.filter is None:
-            return self._spec.total_rows // self.num_splits
-        return self._current_plan().rows_per_split
+        return self._progress.rows_per_split
 
     @property
     def rows_per_epoch(self) -> int:
@@ -129,8 +124,7 @@ class StreamIterator(DataIterator):
     @property
     def dropped_rows(self) -> int:
         """Rows of the table (after the filter) that an epoch leaves out, ``N % num_splits``, over all ranks."""
-        rows = self._spec.total_rows if self._spec.filter is None else self._current_plan().rows
-        return rows % self.num_splits
+        return self._progress.rows % self.num_splits
 
     def local_batch_size(self, global_batch_size: int) -> int:
         """Rows of one step on this rank.
@@ -145,7 +139,7 @@ class StreamIterator(DataIterator):
         epoch = check_int("epoch", epoch, minimum=0)
         if epoch != self.epoch:
             self._refuse_while_live("set_epoch to another epoch")
-            self._jump(epoch)
+            self._progress.jump(epoch)
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -154,14 +148,7 @@ class StreamIterator(DataIterator):
 
         Needs no other rank. Every rank's state is the global one as long as ranks are in step.
         """
-        return StreamState(
-            num_splits=self.num_splits,
-            shuffle_seed=self._spec.shuffle_seed,
-            epoch=self.epoch,
-            position=self._cursor.position(),
-            splits=self._cursor.counted_splits(),
-            provenance=describe(self._spec, self._facts),
-        ).to_dict()
+        return self._progress.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         """Continue at the row after the last one that ``state`` counts, on this rank and world size.
@@ -179,19 +166,7 @@ class StreamIterator(DataIterator):
             StreamUsageError: if an iteration is live.
         """
         self._refuse_while_live("load a state")
-        saved = parse_state(state)
-        spec = adopt(self._spec, saved, strict=strict)
-        plan = self._planner.plan(spec, saved.epoch)
-        check_against_plan(saved, plan)
-        self._spec = spec
-        self._cursor.resume(saved, plan.rows_per_split)
-        self._plan, self._facts = None, self._facts_without_plan()
-        if self.epoch == saved.epoch:
-            self._plan = plan
-            known = saved.provenance
-            if known is not None:
-                # A state that is loaded and saved at once is the same state.
-                self._facts = Facts(rows=known["rows"], fingerprint=known["fingerprint"])
+        self._progress.load_state_dict(state, strict=strict)
 
     # --- iteration -----------------------------------------------------------------------------
 
@@ -238,7 +213,7 @@ class StreamIterator(DataIterator):
         """
         if collate_fn is None:
             collate_fn, dtypes = TensorCollate(dtypes), None
-            schema = ray_internals.static_schema(self._feed.dataset)
+            schema = static_schema(self._feed.dataset)
             if isinstance(schema, pa.Schema):
                 collate_fn.check(schema)
         batches = super().iter_torch_batches(
@@ -284,10 +259,6 @@ class StreamIterator(DataIterator):
             return self.local_batch_size(global_batch_size)
         return check_int("batch_size", batch_size, minimum=1)
 
-    def _iter_batches(self, **kwargs: Any) -> StreamBatches:
-        """Every ``iter_*`` of ``DataIterator`` comes through here."""
-        return self._batches(count_batches=True, **kwargs)
-
     def _batches(
         self,
         *,
@@ -312,7 +283,7 @@ class StreamIterator(DataIterator):
                 f"batch_size={size} with drop_last=True gives an epoch of zero steps: a rank has "
                 f"{self.rows_per_epoch} rows per epoch. Use at most that, or drop_last=False."
             )
-        batches = super()._iter_batches(
+        batches = self.ray_batches(
             batch_size=size,
             drop_last=drop_last,
             prefetch_batches=check_int("prefetch_batches", prefetch_batches, minimum=0),
@@ -326,7 +297,7 @@ class StreamIterator(DataIterator):
         return StreamBatches(self, size, drop_last, start)
 
     def _num_batches(self, batch_size: int, drop_last: bool) -> int:
-        return num_batches(self._cursor.rows_left(self.rows_per_split), batch_size, drop_last)
+        return num_batches(self._progress.rows_left, batch_size, drop_last)
 
     def _run(self, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """One iteration, ending the one before it."""
@@ -339,7 +310,7 @@ class StreamIterator(DataIterator):
 
     def _deliver(self, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         self._cursor.settle()
-        epoch, due = self.epoch, self._cursor.rows_left(self.rows_per_split)
+        epoch, due = self.epoch, self._progress.rows_left
         if due >= batch_size or (due and not drop_last):
             yield from start()
         expected = due - due % batch_size if drop_last else due
@@ -348,7 +319,7 @@ class StreamIterator(DataIterator):
                 f"Epoch {epoch} delivered {self._cursor.received} rows to rank {self.rank} instead of {expected}: "
                 "an operator lost or added rows. Please report this with the dataset's operators."
             )
-        self._jump(epoch + 1)
+        self._progress.jump(epoch + 1)
 
     def _live_iteration(self) -> Any:
         iteration = None if self._live is None else self._live()
@@ -363,39 +334,26 @@ class StreamIterator(DataIterator):
                 "close() the iterator that you hold)."
             )
 
-    def _jump(self, epoch: int, position: IntArray | None = None) -> None:
-        self._cursor.jump(epoch, position)
-        self._plan, self._facts = None, self._facts_without_plan()
-
     # --- Ray Data's side -----------------------------------------------------------------------
 
-    def _to_ref_bundle_iterator(self) -> tuple[Iterator[Any], Any, Any]:
-        plan = self._current_plan()
-        self._facts = Facts(rows=plan.rows, fingerprint=plan.fingerprint)
-        self._running = self._feed.rest_of_epoch(self._spec, plan, self._cursor)
-        return ray_internals.execute(self._running)
+    def dataset_to_run(self) -> Dataset:
+        """What is left of the epoch for this rank."""
+        plan = self._progress.begin_reading()
+        self._running = self._feed.rest_of_epoch(self._progress.spec, plan, self._cursor)
+        return self._running
 
-    def _create_batch_iterator(
-        self, ref_bundles_iter: Iterator[Any], prefetch_bytes_callback: Any = None, **kwargs: Any
-    ) -> Any:
-        return ray_internals.receiving_batch_iterator(
-            ref_bundles_iter,
-            on_receive=self._cursor.receive if self._count_batches else _ignore,
-            prefetch_bytes_callback=prefetch_bytes_callback,
-            **kwargs,
-        )
+    def on_receive(self, num_rows: int) -> None:
+        """The trainer is about to get a batch; ``iter_rows`` counts its rows itself."""
+        if self._count_batches:
+            self._cursor.receive(num_rows)
 
-    def _current_plan(self) -> PublishedPlan:
-        if self._plan is None:
-            self._plan = self._planner.plan(self._spec, self.epoch)
-        return self._plan
+    def make_batches(self, **kwargs: Any) -> StreamBatches:
+        """Every ``iter_*`` of ``DataIterator`` comes through here."""
+        return self._batches(count_batches=True, **kwargs)
 
-    def _facts_without_plan(self) -> Facts:
-        rows = self._spec.total_rows if self._spec.filter is None else None
-        return Facts(rows=rows, fingerprint=None)
-
-    def _own_position(self) -> IntArray:
-        return self._cursor.position()[self.splits.start : self.splits.stop]
+    def metric_tags(self) -> dict[str, str | None]:
+        """The labels of this rank's metrics."""
+        return {"dataset": self._name, "split_index": str(self.rank)}
 
     def schema(self) -> Any:
         """The schema of the batches' rows."""
@@ -408,10 +366,3 @@ class StreamIterator(DataIterator):
     def get_context(self) -> DataContext:
         """The Ray Data context of the iterations: the dataset's own, in order."""
         return (self._running or self._feed.dataset).context
-
-    def _get_dataset_tag(self) -> dict[str, str | None]:
-        return {"dataset": self._name, "split_index": str(self.rank)}
-
-
-def _ignore(num_rows: int) -> None:
-    """iter_rows() counts rows itself."""

@@ -9,12 +9,12 @@ module fails at import, with that sentence, where one of them has moved.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.data import DataContext, Dataset, Datasource
+from ray.data import DataContext, DataIterator, Dataset, Datasource
 
 try:
     # The stub column by which Ray Data keeps the row count of a block that has no columns.
@@ -44,14 +44,13 @@ except ImportError as error:  # pragma: no cover - needs another Ray
 
 __all__ = [
     "ROW_COUNT_COLUMN",
+    "HookedDataIterator",
     "LogicalOperator",
     "MapBatches",
     "Read",
-    "execute",
     "is_row_preserving",
     "operators",
     "rebuild",
-    "receiving_batch_iterator",
     "replace_operator",
     "source_of",
     "static_schema",
@@ -105,16 +104,6 @@ def static_schema(dataset: Dataset) -> Any:
     return dataset._logical_plan.dag.infer_schema()
 
 
-def execute(dataset: Dataset) -> tuple[Iterator[Any], Any, Any]:
-    """Start a dataset's execution in this process.
-
-    Returns what ``DataIterator._to_ref_bundle_iterator`` has to return: the bundles, the statistics and the
-    executor. Reason: the same call is behind ``Dataset.iterator()``, which hides the executor.
-    """
-    bundles, stats, executor = dataset._execute_to_iterator()
-    return bundles, stats, executor
-
-
 class _ReceivingBatchIterator(BatchIterator):
     """Ray's batch iterator that reports the rows of each batch when it is handed to the trainer."""
 
@@ -129,6 +118,50 @@ class _ReceivingBatchIterator(BatchIterator):
             yield
 
 
-def receiving_batch_iterator(ref_bundles: Iterator[Any], *, on_receive: Callable[[int], None], **kwargs: Any) -> Any:
-    """A ``BatchIterator`` that calls ``on_receive(num_rows)`` right before each batch is handed over."""
-    return _ReceivingBatchIterator(ref_bundles, on_receive=on_receive, **kwargs)
+class HookedDataIterator(DataIterator):
+    """A ``DataIterator`` whose private hooks have names and meanings of our own."""
+
+    def dataset_to_run(self) -> Dataset:
+        """The dataset that the iteration which starts now is to run in this process."""
+        raise NotImplementedError
+
+    def on_receive(self, num_rows: int) -> None:
+        """Called right before a batch of ``num_rows`` rows is handed to the trainer."""
+        raise NotImplementedError
+
+    def make_batches(self, **kwargs: Any) -> Any:
+        """What every ``iter_*`` method iterates over; the arguments are those of ``iter_batches``."""
+        raise NotImplementedError
+
+    def metric_tags(self) -> dict[str, str | None]:
+        """The labels ``dataset`` and ``split_index`` of Ray Data's metrics."""
+        raise NotImplementedError
+
+    def ray_batches(self, **kwargs: Any) -> Iterable[Any]:
+        """Ray's own batches, of the dataset that ``dataset_to_run`` gives when they are iterated over."""
+        return super()._iter_batches(**kwargs)
+
+    # Reason: DataIterator's one abstract method for its source. The same call is behind Dataset.iterator(),
+    # which hides the executor that a break has to shut down.
+    def _to_ref_bundle_iterator(self) -> tuple[Iterator[Any], Any, Any]:
+        bundles, stats, executor = self.dataset_to_run()._execute_to_iterator()
+        return bundles, stats, executor
+
+    # Reason: all of iter_batches, iter_torch_batches, iter_tf_batches, ... go through it.
+    def _iter_batches(self, **kwargs: Any) -> Any:
+        return self.make_batches(**kwargs)
+
+    # Reason: the place where Ray makes the batch iterator that has to report hand-overs.
+    def _create_batch_iterator(
+        self, ref_bundles_iter: Iterator[Any], prefetch_bytes_callback: Any = None, **kwargs: Any
+    ) -> Any:
+        return _ReceivingBatchIterator(
+            ref_bundles_iter,
+            on_receive=self.on_receive,
+            prefetch_bytes_callback=prefetch_bytes_callback,
+            **kwargs,
+        )
+
+    # Reason: without it the metrics of all streams would count as "unknown_dataset".
+    def _get_dataset_tag(self) -> dict[str, str | None]:
+        return self.metric_tags()

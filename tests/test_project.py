@@ -26,6 +26,7 @@ LAYERS = {
         "collate",
         "planner",
         "feed",
+        "progress",
         "provenance",
         "datasource",
         "transforms",

@@ -1,0 +1,84 @@
+"""How far one rank has come in which stream: the cursor, the plan it moves in, and both as a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lance_ray_stream.cursor import Cursor
+from lance_ray_stream.planner import Planner, PublishedPlan
+from lance_ray_stream.provenance import Facts, adopt, check_against_plan, describe
+from lance_ray_stream.spec import StreamSpec
+from lance_ray_stream.state import parse_state
+
+
+class Progress:
+    """A rank's place in a stream.
+
+    Args:
+        spec: what is streamed, with ``num_splits`` decided.
+        cursor: where the rank stands.
+        planner: who is asked for an epoch's plan, when something depends on it.
+    """
+
+    def __init__(self, spec: StreamSpec, cursor: Cursor, planner: Planner) -> None:
+        self.spec = spec
+        self.cursor = cursor
+        self._planner = planner
+        self._plan: PublishedPlan | None = None
+        self._facts = self._facts_of_table()
+
+    @property
+    def rows(self) -> int:
+        """N: rows of the table that pass the filter."""
+        return self.spec.total_rows if self.spec.filter is None else self.plan().rows
+
+    @property
+    def rows_per_split(self) -> int:
+        """L: rows of each split in an epoch."""
+        return self.rows // self.cursor.layout.num_splits
+
+    @property
+    def rows_left(self) -> int:
+        """Rows that every rank still receives in this epoch."""
+        return self.cursor.rows_left(self.rows_per_split)
+
+    def plan(self) -> PublishedPlan:
+        """The plan of the current epoch."""
+        if self._plan is None:
+            self._plan = self._planner.plan(self.spec, self.cursor.epoch)
+        return self._plan
+
+    def begin_reading(self) -> PublishedPlan:
+        """The plan that the rows from here on come from; states name it from now on."""
+        plan = self.plan()
+        self._facts = Facts(rows=plan.rows, fingerprint=plan.fingerprint)
+        return plan
+
+    def jump(self, epoch: int) -> None:
+        """Stand at the first row of ``epoch``."""
+        self.cursor.jump(epoch)
+        self._plan, self._facts = None, self._facts_of_table()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as JSON types; asks nobody, so that the last rank alive can still save it."""
+        provenance = describe(self.spec, self._facts)
+        return self.cursor.save(shuffle_seed=self.spec.shuffle_seed, provenance=provenance).to_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
+        """Stand where ``state`` says, after proving that it is a state of this stream."""
+        saved = parse_state(state)
+        spec = adopt(self.spec, saved, strict=strict)
+        plan = self._planner.plan(spec, saved.epoch)
+        check_against_plan(saved, plan)
+        self.spec = spec
+        self.cursor.resume(saved, plan.rows_per_split)
+        self._plan, self._facts = None, self._facts_of_table()
+        if self.cursor.epoch == saved.epoch:
+            self._plan = plan
+            if saved.provenance is not None:
+                # A state that is loaded and saved at once is the same state.
+                known = saved.provenance
+                self._facts = Facts(rows=known.get("rows"), fingerprint=known.get("fingerprint"))
+
+    def _facts_of_table(self) -> Facts:
+        return Facts(rows=self.spec.total_rows if self.spec.filter is None else None, fingerprint=None)
