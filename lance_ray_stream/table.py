@@ -310,7 +310,7 @@ def scrub(text: str, *, uri: str, storage_options: Mapping[str, str] | None) -> 
     parts = urlsplit(uri)
     if parts.scheme and _public_uri(uri) != uri:
         user = None if parts.scheme in _CONTAINER_SCHEMES else parts.username
-        values = (value for _, value in parse_qsl(parts.query))
+        values = (value for _, value in parse_qsl(parts.query) if len(value) >= 6)
         secrets |= {part for part in (parts.password, user, parts.query, *values) if part}
     for secret in sorted(secrets | {quote(s, safe="") for s in secrets}, key=len, reverse=True):
         text = text.replace(secret, "***")
