@@ -1,14 +1,18 @@
 """LanceDB tables for PyTorch training on Ray: one order for every number of GPUs, resumable anywhere."""
 
-from lance_ray_stream.collate import TensorCollate
-from lance_ray_stream.data_config import StreamDataConfig
-from lance_ray_stream.iterator import StreamIterator
-from lance_ray_stream.layout import SplitLayout
-from lance_ray_stream.plan import EpochPlan
-from lance_ray_stream.read import plan_epoch, read_stream
-from lance_ray_stream.state import merge_state_dicts
-from lance_ray_stream.table import TableRef
-from lance_ray_stream.train import get_stream
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lance_ray_stream.collate import TensorCollate
+    from lance_ray_stream.data_config import StreamDataConfig
+    from lance_ray_stream.iterator import StreamIterator
+    from lance_ray_stream.layout import SplitLayout
+    from lance_ray_stream.plan import EpochPlan
+    from lance_ray_stream.read import plan_epoch, read_stream
+    from lance_ray_stream.state import merge_state_dicts
+    from lance_ray_stream.table import TableRef
+    from lance_ray_stream.train import get_stream
 
 __all__ = [
     "EpochPlan",
@@ -23,3 +27,30 @@ __all__ = [
     "read_stream",
 ]
 __version__ = "0.1.0"
+
+# Looked up on first use: a reader process imports this package for its reader alone, and would otherwise wait
+# seconds for torch and Ray Train, which it never uses.
+_MODULES = {
+    "EpochPlan": "plan",
+    "SplitLayout": "layout",
+    "StreamDataConfig": "data_config",
+    "StreamIterator": "iterator",
+    "TableRef": "table",
+    "TensorCollate": "collate",
+    "get_stream": "train",
+    "merge_state_dicts": "state",
+    "plan_epoch": "read",
+    "read_stream": "read",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,7 +12,6 @@ import pyarrow as pa
 from ray.data import DataContext, Dataset
 from ray.data.block import BlockAccessor
 
-from lance_ray_stream.collate import TensorCollate
 from lance_ray_stream.cursor import Cursor
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, StreamUsageError
 from lance_ray_stream.feed import Feed
@@ -211,6 +210,9 @@ class StreamIterator(HookedDataIterator):
             UnsupportedColumnError: if a column cannot become a tensor and no ``collate_fn`` is given.
             LayoutError: if the batch size does not fit the layout.
         """
+        # Only now: the processes that plan and deal out iterators never need torch.
+        from lance_ray_stream.collate import TensorCollate
+
         if collate_fn is None:
             collate_fn, dtypes = TensorCollate(dtypes), None
             schema = static_schema(self._feed.dataset)
