@@ -13,6 +13,7 @@ from ray.data import DataContext, Dataset
 from ray.data.block import BlockAccessor
 
 from lance_ray_stream.cursor import Cursor
+from lance_ray_stream.display import facts_html, show_range
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, StreamUsageError
 from lance_ray_stream.feed import Feed
 from lance_ray_stream.layout import SplitLayout, check_int
@@ -79,6 +80,17 @@ class StreamIterator(HookedDataIterator):
             f"splits={cursor.splits.start}..{cursor.splits.stop - 1} of {self.num_splits}, "
             f"epoch={cursor.epoch}, rows_received={int(own.sum())})"
         )
+
+    def _repr_html_(self) -> str:
+        position = self._cursor.position()
+        facts = {
+            "rank": f"{self.rank} of {self.world_size}",
+            "splits": f"{show_range(self.splits)} of {self.num_splits}",
+            "epoch": self.epoch,
+            "rows received in this epoch": int(position[self.splits.start : self.splits.stop].sum()),
+            "rows received on all ranks": int(position.sum()),
+        }
+        return facts_html(f"StreamIterator {self._name!r}", facts)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_live": None, "_running": None}

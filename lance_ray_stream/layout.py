@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lance_ray_stream.display import show_range, table_html
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError
 
 IntArray = npt.NDArray[np.int64]
@@ -48,6 +49,12 @@ class SplitLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_splits", check_int("num_splits", self.num_splits, minimum=1))
+
+    def _repr_html_(self) -> str:
+        sizes = self.world_sizes()
+        groups = ((size, self.num_splits // size, show_range(self.splits_of(0, size))) for size in sizes[:16])
+        title = f"{self!r}: {len(sizes)} legal world sizes"
+        return table_html(title, ("world size", "splits per rank", "splits of rank 0"), groups)
 
     @classmethod
     def for_world_sizes(cls, world_sizes: Iterable[int], *, num_workers: int = 1) -> SplitLayout:

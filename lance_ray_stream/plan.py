@@ -15,6 +15,7 @@ import pyarrow as pa
 from lancedb.permutation import permutation_builder
 from lancedb.table import LanceTable
 
+from lance_ray_stream.display import facts_html
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, PlanError
 from lance_ray_stream.spec import StreamSpec, check_int, not_enough_rows, plan_key
 from lance_ray_stream.table import describe_table, native_error_text
@@ -106,6 +107,17 @@ class EpochPlan:
             f"rows_per_split={self.rows_per_split}, dropped_rows={self.dropped_rows}, "
             f"fingerprint={self.fingerprint!r})"
         )
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "splits": self.num_splits,
+            "rows per split": self.rows_per_split,
+            "rows": self.rows,
+            "dropped rows": self.dropped_rows,
+            "fingerprint": self.fingerprint,
+            "first row ids of split 0": ", ".join(map(str, self.row_ids(0)[:8].tolist())),
+        }
+        return facts_html(f"EpochPlan of epoch {self.epoch}", facts)
 
 
 def build_plan(spec: StreamSpec, epoch: int) -> EpochPlan:
