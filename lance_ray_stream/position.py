@@ -22,8 +22,10 @@ def advance(position: IntArray, num_rows: int) -> IntArray:
     >>> advance(np.array([2, 2, 1]), 2).tolist()
     [3, 2, 2]
     """
-    if num_rows == 0:
-        return np.array(position)
+    if is_cycle_boundary(position):
+        cycles, rest = divmod(num_rows, len(position))
+        moved: IntArray = position + cycles + (np.arange(len(position)) < rest)
+        return moved
     level = _level(position, num_rows)
     filled: IntArray = np.maximum(position, level)
     rest = num_rows - int((filled - position).sum())

@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lance_ray_stream.errors import StateError
-from lance_ray_stream.plan import EpochPlan
 from lance_ray_stream.planner import PublishedPlan
 from lance_ray_stream.spec import StreamSpec, repin
 from lance_ray_stream.state import LENIENT_FIELDS, StreamState, differences, refuse
@@ -77,7 +76,7 @@ def adopt(spec: StreamSpec, saved: StreamState, *, strict: bool) -> StreamSpec:
     return spec
 
 
-def check_against_plan(saved: StreamState, plan: PublishedPlan | EpochPlan) -> None:
+def check_against_plan(saved: StreamState, plan: PublishedPlan) -> None:
     """Whether ``saved`` is a position in ``plan``.
 
     Raises:
