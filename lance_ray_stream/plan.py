@@ -68,9 +68,7 @@ class EpochPlan:
         """
         number = check_int("split", split, minimum=0)
         if number >= self.num_splits:
-            raise LayoutError(
-                f"there is no split {number}; the {self.num_splits} splits are 0..{self.num_splits - 1}"
-            )
+            raise LayoutError(f"there is no split {number}; the {self.num_splits} splits are 0..{self.num_splits - 1}")
         return _read_only(self.ids[number])
 
     def row_ids_of_step(self, step: int, global_batch_size: int) -> np.ndarray:
@@ -162,9 +160,7 @@ def _permutation(spec: StreamSpec, num_splits: int, epoch: int, table: LanceTabl
                 builder = builder.filter(spec.filter)
             if spec.shuffle:
                 seed = spec.shuffle_seed + epoch * EPOCH_PRIME
-                builder = builder.split_random(
-                    fixed=num_splits, seed=seed, clump_size=spec.shuffle_clump_size
-                )
+                builder = builder.split_random(fixed=num_splits, seed=seed, clump_size=spec.shuffle_clump_size)
             else:
                 builder = builder.split_sequential(fixed=num_splits)
             permutation = builder.execute().to_arrow()
@@ -198,9 +194,7 @@ def _split_matrix(permutation: pa.Table, num_splits: int, table: str) -> np.ndar
     """Row ids ``(S, L)`` of a permutation table (row_id, split_id) that is seen to be grouped and even."""
     rows_per_split, surplus = divmod(permutation.num_rows, num_splits)
     split_ids = permutation["split_id"].to_numpy()
-    grouped = not surplus and bool(
-        (split_ids.reshape(num_splits, -1) == np.arange(num_splits)[:, None]).all()
-    )
+    grouped = not surplus and bool((split_ids.reshape(num_splits, -1) == np.arange(num_splits)[:, None]).all())
     if not grouped or permutation["row_id"].null_count:
         sizes = np.unique(split_ids, return_counts=True)[1]
         raise PlanError(
@@ -208,9 +202,7 @@ def _split_matrix(permutation: pa.Table, num_splits: int, table: str) -> np.ndar
             f"{sizes.min(initial=0)}..{sizes.max(initial=0)}, {len(sizes)} splits); no stream can be built "
             "on it"
         )
-    return np.ascontiguousarray(permutation["row_id"].to_numpy(), dtype=np.uint64).reshape(
-        num_splits, rows_per_split
-    )
+    return np.ascontiguousarray(permutation["row_id"].to_numpy(), dtype=np.uint64).reshape(num_splits, rows_per_split)
 
 
 def _rows_of_filter(spec: StreamSpec, table: LanceTable) -> int:
@@ -224,9 +216,7 @@ def _rows_of_filter(spec: StreamSpec, table: LanceTable) -> int:
         else:
             message = ""
         if message:
-            raise PlanError(
-                f"cannot count the rows of {describe_table(table)} that pass {spec.filter!r}: {message}"
-            )
+            raise PlanError(f"cannot count the rows of {describe_table(table)} that pass {spec.filter!r}: {message}")
         while len(_filtered_rows) > 64:
             _filtered_rows.popitem(last=False)
     return _filtered_rows[key]

@@ -61,9 +61,7 @@ def read_rows(table: LanceTable, row_ids: np.ndarray, *, columns: tuple[str, ...
     if inverse is not None and rows.nbytes * len(ids) > _MAX_RESULT_BYTES * len(unique):
         del rows
         half = len(ids) // 2
-        return pa.concat_tables(
-            [read_rows(table, part, columns=columns) for part in (ids[:half], ids[half:])]
-        )
+        return pa.concat_tables([read_rows(table, part, columns=columns) for part in (ids[:half], ids[half:])])
     order = _order(table, rows, unique, inverse)
     rows = rows.drop_columns([ROW_ID])
     if order is not None and rows.num_columns:
@@ -101,9 +99,7 @@ def _take(table: LanceTable, unique: np.ndarray, columns: tuple[str, ...] | None
     return _with_retries(table, take)
 
 
-def _order(
-    table: LanceTable, rows: pa.Table, unique: np.ndarray, inverse: np.ndarray | None
-) -> np.ndarray | None:
+def _order(table: LanceTable, rows: pa.Table, unique: np.ndarray, inverse: np.ndarray | None) -> np.ndarray | None:
     """Where in ``rows`` each asked row is; ``None`` if they are in order already."""
     found = rows[ROW_ID].to_numpy()
     if np.array_equal(found, unique):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 import operator
 import random
@@ -98,8 +99,7 @@ def make_spec(
     )
     if shuffle_algorithm not in SHUFFLE_ALGORITHMS:
         raise InvalidArgumentError(
-            f"shuffle_algorithm must be one of {', '.join(map(repr, SHUFFLE_ALGORITHMS))}, got "
-            f"{shuffle_algorithm!r}"
+            f"shuffle_algorithm must be one of {', '.join(map(repr, SHUFFLE_ALGORITHMS))}, got {shuffle_algorithm!r}"
         )
     names = _check_column_list(columns)
     condition = _check_filter(filter)
@@ -170,9 +170,7 @@ def not_enough_rows(table: str, rows: int, num_splits: int, filter: str | None) 
     """The error for splits that would be empty, with both numbers."""
     which = f" that pass the filter {filter!r}" if filter is not None else ""
     way_out = f"use num_splits of at most {rows}" if rows else "there is nothing to stream"
-    return NotEnoughRowsError(
-        f"{table} has {rows} rows{which}, fewer than num_splits={num_splits}; {way_out}"
-    )
+    return NotEnoughRowsError(f"{table} has {rows} rows{which}, fewer than num_splits={num_splits}; {way_out}")
 
 
 def _facts(
@@ -183,16 +181,7 @@ def _facts(
     _check_columns_exist(table, columns)
     schema = delivered_schema(table, columns)
     if filter is not None:
-        try:
-            table.search().where(filter).explain_plan()  # parses and resolves the filter; scans nothing
-        except Exception as error:
-            message = native_error_text(table, error)
-        else:
-            message = ""
-        if message:
-            raise InvalidArgumentError(
-                f"filter {filter!r} does not work on {describe_table(table)}: {message}"
-            )
+        _check_filter_on(table, filter)
     rows = table.count_rows()
     if rows < (num_splits or 1):
         raise not_enough_rows(describe_table(table), rows, num_splits or 1, None)
@@ -228,23 +217,23 @@ def _check_columns_exist(table: LanceTable, columns: tuple[str, ...] | None) -> 
         )
     by_lower = {other.lower(): other for other in known}
     close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=1)]
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}" if close else ""
     shown = ", ".join(known[:30]) + (", ..." if len(known) > 30 else "")
-    raise InvalidArgumentError(f"{describe_table(table)} has no column {name!r}{hint} Columns: {shown}")
+    raise InvalidArgumentError(f"{describe_table(table)} has no column {name!r}{hint}. Columns: {shown}")
 
 
 def _check_filter(filter: object) -> str | None:
     if filter is None:
         return None
     if not isinstance(filter, str):
-        raise InvalidArgumentError(
-            f"filter must be an SQL condition as a string, got {type(filter).__name__}"
-        )
+        raise InvalidArgumentError(f"filter must be an SQL condition as a string, got {type(filter).__name__}")
     if not filter.strip():
-        raise InvalidArgumentError(
-            "filter is empty; pass an SQL condition such as \"label = 'dog'\", or None"
-        )
-    volatile = _VOLATILE.search(_QUOTED.sub("''", filter))
+        raise InvalidArgumentError("filter is empty; pass an SQL condition such as \"label = 'dog'\", or None")
+    code = _QUOTED.sub("''", filter)
+    depths = itertools.accumulate((char == "(") - (char == ")") for char in code)
+    if min(depths) < 0:
+        raise InvalidArgumentError(f"filter {filter!r} closes a parenthesis that it did not open")
+    volatile = _VOLATILE.search(code)
     if volatile:
         raise InvalidArgumentError(
             f"filter {filter!r} uses {volatile.group(1) or volatile.group(2)}, whose value changes from one "
@@ -252,6 +241,25 @@ def _check_filter(filter: object) -> str | None:
             "the filter, or store it in a column"
         )
     return filter
+
+
+def _check_filter_on(table: LanceTable, filter: str) -> None:
+    """Let lancedb parse and resolve the filter; nothing is scanned.
+
+    lancedb reads a condition off the start and ignores the rest: "id < 9 nad label = 1" would mean "id < 9".
+    In parentheses the same text has to be a condition from end to end.
+    """
+    wrong = "does not work on"
+    for condition in (filter, f"(\n{filter}\n)"):
+        try:
+            table.search().where(condition).explain_plan()
+        except Exception as error:
+            message = native_error_text(table, error)
+            break
+        wrong = "is not one whole condition, and LanceDB would ignore the rest of it on"
+    else:
+        return
+    raise InvalidArgumentError(f"filter {filter!r} {wrong} {describe_table(table)}: {message}")
 
 
 def _row_bytes(table: LanceTable, schema: pa.Schema) -> int:

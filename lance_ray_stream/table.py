@@ -213,8 +213,7 @@ class TableRef:
         except Exception as error:
             message = scrub(str(error), uri=self.uri, storage_options=self.storage_options)
         raise VersionNotFoundError(
-            f"{self._label()} has no version {self.version!r} ({message}). "
-            f"{_existing_versions(table, self.version)}"
+            f"{self._label()} has no version {self.version!r} ({message}). {_existing_versions(table, self.version)}"
         )
 
     def _label(self) -> str:
@@ -303,9 +302,7 @@ def native_error_text(table: LanceTable, error: BaseException) -> str:
 def scrub(text: str, *, uri: str, storage_options: Mapping[str, str] | None) -> str:
     """``text`` without storage options, credentials of the uri and secrets of the environment."""
     text = text.replace(uri, _public_uri(uri)) if uri else text
-    secrets = {
-        v for k, v in (storage_options or {}).items() if len(v) >= (3 if _SECRET_NAME.search(k) else 6)
-    }
+    secrets = {v for k, v in (storage_options or {}).items() if len(v) >= (3 if _SECRET_NAME.search(k) else 6)}
     secrets |= {v for k, v in os.environ.items() if len(v) >= 6 and _SECRET_NAME.search(k)}
     parts = urlsplit(uri)
     if parts.scheme and _public_uri(uri) != uri:
