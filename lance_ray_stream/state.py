@@ -218,7 +218,7 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             difference is listed), if they were not saved at the same step, or if the states of some
             splits' ranks are missing.
     """
-    if isinstance(states, Mapping) or not isinstance(states, Sequence) or not states:
+    if isinstance(states, (Mapping, str)) or not isinstance(states, Sequence) or not states:
         raise StateError("merge_state_dicts needs a list with the state of every rank.")
     parsed = [parse_state(state) for state in states]
     first = parsed[0]

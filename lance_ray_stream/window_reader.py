@@ -38,7 +38,8 @@ def read_window(
     # (splits, cycles of the window) -> (rows,)
     grid = np.stack([ids[window.start : window.stop] for ids in row_ids])
     wanted = grid[split, cycle - window.start]
-    if num_workers == 1:
+    # A table without columns has a row count that concat_tables forgets, and nothing to put in order.
+    if num_workers == 1 or columns == ():
         return read_rows(table, wanted, columns=columns)
     worker = split // (len(row_ids) // num_workers)
     parts = [np.flatnonzero(worker == number) for number in range(num_workers)]

@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lance_ray_stream import SplitLayout
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError
 
+SETTINGS = settings(deadline=None)
+
 COUNTS = st.integers(1, 240)
 
 
+@SETTINGS
 @given(COUNTS, COUNTS, COUNTS)
 def test_ranks_and_workers_partition_the_splits(per_worker: int, world_size: int, num_workers: int) -> None:
     """C06, G1: contiguous groups, disjoint, nothing left over, whatever the numbers."""
@@ -30,6 +33,7 @@ def test_ranks_and_workers_partition_the_splits(per_worker: int, world_size: int
         assert {len(part) for part in parts} == {per_worker}
 
 
+@SETTINGS
 @given(COUNTS, st.integers(1, 12), st.none() | COUNTS)
 def test_world_sizes_are_those_that_pass_the_check(num_splits: int, num_workers: int, up_to: int | None) -> None:
     layout = SplitLayout(num_splits)
@@ -43,6 +47,7 @@ def test_world_sizes_are_those_that_pass_the_check(num_splits: int, num_workers:
     assert layout.world_sizes(num_workers, up_to) == legal
 
 
+@SETTINGS
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=4), st.integers(1, 4))
 def test_for_world_sizes_is_the_smallest_that_fits_all(sizes: list[int], num_workers: int) -> None:
     layout = SplitLayout.for_world_sizes(iter(sizes), num_workers=num_workers)
@@ -52,6 +57,7 @@ def test_for_world_sizes_is_the_smallest_that_fits_all(sizes: list[int], num_wor
     assert next(fits, None) is None
 
 
+@SETTINGS
 @given(st.integers(1, 24), st.integers(1, 5), st.integers(1, 5), st.data())
 def test_g2_steps_partition_the_cycles(num_splits: int, cycles: int, steps: int, data: st.DataObject) -> None:
     """C01, G1, G2: a step is whole cycles; ranks share it, each in (cycle, split) order; no place repeats."""
@@ -85,6 +91,7 @@ def test_c54_the_local_batch_size_follows_from_the_world_size() -> None:
         layout.local_batch_size(30, 2)
 
 
+@SETTINGS
 @given(COUNTS, COUNTS, st.integers(1, 16), st.integers(1, 2_000))
 def test_g7_a_refusal_lists_what_works(num_splits: int, world_size: int, num_workers: int, size: int) -> None:
     """Whatever a text offers in place of the refused number passes the check."""
@@ -165,7 +172,7 @@ def test_more_ranks_than_splits(world_size: int) -> None:
 
 
 def test_numpy_integers_are_integers() -> None:
-    layout = SplitLayout(np.int64(8))  # type: ignore[arg-type]
+    layout = SplitLayout(np.int64(8))
     assert layout == SplitLayout(8)
     assert type(layout.num_splits) is int
-    assert layout.splits_of(np.int32(1), np.int64(2)) == range(4, 8)  # type: ignore[arg-type]
+    assert layout.splits_of(np.int32(1), np.int64(2)) == range(4, 8)

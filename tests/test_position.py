@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lance_ray_stream.position import (
@@ -20,6 +20,8 @@ from lance_ray_stream.position import (
     windows,
 )
 
+SETTINGS = settings(deadline=None)
+
 EQUAL = st.builds(lambda splits, cycle: [cycle] * splits, st.integers(1, 8), st.integers(0, 20))
 UNEQUAL = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 POSITIONS = (EQUAL | UNEQUAL).map(lambda position: np.array(position, dtype=np.int64))
@@ -32,6 +34,7 @@ def due(position: np.ndarray, num_rows: int) -> list[tuple[int, int]]:
     return list(itertools.islice(pairs, num_rows))
 
 
+@SETTINGS
 @given(POSITIONS, st.integers(0, 200))
 def test_g1_advance_is_the_round_robin(position: np.ndarray, num_rows: int) -> None:
     """G1, and LanceDB's order of catching up from inside a cycle."""
@@ -46,6 +49,7 @@ def test_g1_advance_is_the_round_robin(position: np.ndarray, num_rows: int) -> N
     assert after is not position
 
 
+@SETTINGS
 @given(POSITIONS, st.lists(st.integers(0, 40), max_size=6))
 def test_advancing_in_parts_is_advancing_at_once(position: np.ndarray, parts: list[int]) -> None:
     """Any batches, of any sizes, lead to the same position."""
@@ -55,6 +59,7 @@ def test_advancing_in_parts_is_advancing_at_once(position: np.ndarray, parts: li
     assert by_parts.tolist() == advance(position, sum(parts)).tolist()
 
 
+@SETTINGS
 @given(POSITIONS, st.integers(0, 200), st.integers(-1, 40), st.integers(1, 60), st.integers(2, 5))
 def test_windows_cover_exactly_what_is_asked(
     position: np.ndarray, num_rows: int, first_rows: int, max_rows: int, growth: int
@@ -79,6 +84,7 @@ def places(window: Window, position: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(cycle.tolist(), split.tolist(), strict=True))
 
 
+@SETTINGS
 @given(POSITIONS, st.integers(0, 15), st.integers(1, 15), st.data())
 def test_rows_of_window_by_definition(position: np.ndarray, start: int, cycles: int, data: st.DataObject) -> None:
     stop = start + cycles
@@ -96,6 +102,7 @@ def test_windows_grow_from_a_small_first_one(position: list[int]) -> None:
     assert rows == [*sorted(rows[:-1]), rows[-1]]
 
 
+@SETTINGS
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 12), st.data())
 def test_g6_all_ranks_deliver_the_smallest_rest(
     world_size: int, per_rank: int, length: int, data: st.DataObject
@@ -111,11 +118,13 @@ def test_g6_all_ranks_deliver_the_smallest_rest(
     assert rows_left(position, length) == sum(rests)
 
 
+@SETTINGS
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_a_cycle_boundary_is_one_height(position: list[int]) -> None:
     assert is_cycle_boundary(np.array(position)) == (len(set(position)) == 1)
 
 
+@SETTINGS
 @given(st.integers(0, 100), st.integers(1, 30))
 def test_c32_num_batches(num_rows: int, batch_size: int) -> None:
     """C32: the announced number of batches, dropping the last, shorter one or not."""
