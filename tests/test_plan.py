@@ -193,7 +193,6 @@ print(json.dumps([build_plan(spec, epoch).fingerprint for epoch in range(2)]))
 """
 
 
-@pytest.mark.timeout(120)
 def test_one_fingerprint_in_every_process(tmp_path):
     """C05: three processes with different thread settings and memory limits plan the same order."""
     make_table(tmp_path, 200_000, columns=["id"])
