@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -91,7 +92,7 @@ class StreamDatasource(Datasource):
         if data_context is None:
             rows = self._rows_per_split()
             return [self._task(_not_planned, rows, per_task_row_limit) for _ in range(self.num_splits)]
-        spec, columns = self.spec, self.columns
+        spec, columns = replace(self.spec, num_splits=self.num_splits), self.columns
         plan = LocalPlanner().plan(spec, self.epoch)
         return [
             self._task(_split_reader(spec, columns, row_ids), plan.rows_per_split, per_task_row_limit)
