@@ -315,9 +315,9 @@ class StreamIterator(HookedDataIterator):
 
     def _run(self, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """One iteration, ending the one before it."""
-        before = self._live_iteration()
+        before = self._live and self._live()
         if before is not None:
-            before.close()
+            before.close()  # also one that has not begun: it would begin in the middle of this one
         iteration = self._deliver(batch_size, drop_last, start)
         self._live = weakref.ref(iteration)
         return iteration
