@@ -34,7 +34,7 @@ class Feed:
 
     def rest_of_epoch(self, spec: StreamSpec, plan: PublishedPlan, cursor: Cursor) -> Dataset:
         """The rows that ``cursor`` has not received yet, in the order of delivery, to be run by this rank."""
-        position = cursor.own_start()
+        position = cursor.position()[cursor.splits.start : cursor.splits.stop]
         max_rows = max_window_rows(spec.row_bytes)
         cuts = windows(
             position,
