@@ -13,6 +13,7 @@ from lance_ray_stream.feed import Feed
 from lance_ray_stream.iterator import StreamIterator
 from lance_ray_stream.layout import SplitLayout, check_int
 from lance_ray_stream.planner import Planner, PlannerActor
+from lance_ray_stream.spec import not_enough_rows
 from lance_ray_stream.transforms import check_operators, contains_stream, stream_of
 
 
@@ -63,6 +64,7 @@ class StreamDataConfig(DataConfig):
 
         Raises:
             LayoutError: if ``world_size`` is illegal for a stream, naming those that work.
+            NotEnoughRowsError: if ``num_splits=None`` became more splits than there are rows.
             UnsupportedOperatorError: if a stream's transforms cannot keep one row per row.
         """
         check_int("world_size", world_size, minimum=1)
@@ -93,6 +95,8 @@ class StreamDataConfig(DataConfig):
                 stacklevel=2,
             )
         SplitLayout(num_splits).check(world_size, self.num_workers)
+        if source.spec.total_rows < num_splits:  # only possible if num_splits came from the world size
+            raise not_enough_rows(repr(source.spec.table), source.spec.total_rows, num_splits, None)
         feed = Feed(dataset=dataset, num_workers=self.num_workers, options=self._options(name))
         planner = planner or PlannerActor.start()
         return [
