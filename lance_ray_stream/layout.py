@@ -15,16 +15,19 @@ from lance_ray_stream.errors import InvalidArgumentError, LayoutError
 IntArray = npt.NDArray[np.int64]
 
 
-def check_int(name: str, value: object, *, minimum: int | None = None) -> int:
-    """``value`` as an ``int`` of at least ``minimum``; numpy integers pass, bools and floats do not.
+def check_int(name: str, value: object, *, minimum: int | None = None, maximum: int | None = None) -> int:
+    """``value`` as an ``int`` in ``[minimum, maximum]``; numpy integers pass, bools and floats do not.
 
     Raises:
         InvalidArgumentError: naming the argument, the value and what is expected.
     """
+    bounds = [f"at least {minimum}"] * (minimum is not None) + [f"at most {maximum}"] * (maximum is not None)
+    expected = " and ".join(bounds)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise InvalidArgumentError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
-    if minimum is not None and value < minimum:
-        raise InvalidArgumentError(f"{name} must be at least {minimum}, got {value}.")
+        of = f" of {expected}" if bounds else ""
+        raise InvalidArgumentError(f"{name} must be an integer{of}, got {value!r} ({type(value).__name__}).")
+    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
+        raise InvalidArgumentError(f"{name} must be {expected}, got {value}.")
     return int(value)
 
 

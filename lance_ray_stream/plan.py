@@ -17,7 +17,8 @@ from lancedb.table import LanceTable
 
 from lance_ray_stream.display import facts_html
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, PlanError
-from lance_ray_stream.spec import StreamSpec, check_int, not_enough_rows, plan_key
+from lance_ray_stream.layout import check_int
+from lance_ray_stream.spec import StreamSpec, not_enough_rows, plan_key
 from lance_ray_stream.table import describe_table, native_error_text
 
 # The rule of lancedb.streaming: seed of epoch e = shuffle_seed + e * EPOCH_PRIME, in 64 bits.

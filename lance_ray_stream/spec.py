@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import itertools
 import json
-import operator
 import random
 import re
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ import pyarrow as pa
 from lancedb.table import LanceTable, Table
 
 from lance_ray_stream.errors import InvalidArgumentError, NotEnoughRowsError
+from lance_ray_stream.layout import check_int
 from lance_ray_stream.reader import ROW_ID, delivered_schema
 from lance_ray_stream.table import TableRef, describe_table, native_error_text
 
@@ -146,24 +146,6 @@ def plan_key(spec: StreamSpec) -> str:
         "shuffle_algorithm": spec.shuffle_algorithm,
     }
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def check_int(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
-    """``value`` as an ``int``; numpy integers count as integers, booleans do not.
-
-    Raises:
-        InvalidArgumentError: Not an integer, or outside ``[minimum, maximum]``.
-    """
-    upper = "" if maximum is None else f" and at most {maximum}"
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise InvalidArgumentError(f"{name} must be an integer of at least {minimum}{upper}, got {value!r}")
-    if number < minimum or (maximum is not None and number > maximum):
-        raise InvalidArgumentError(f"{name} must be at least {minimum}{upper}, got {number}")
-    return number
 
 
 def not_enough_rows(table: str, rows: int, num_splits: int, filter: str | None) -> NotEnoughRowsError:

@@ -120,10 +120,10 @@ def test_g7_a_refusal_lists_what_works(num_splits: int, world_size: int, num_wor
 def offered(text: str) -> dict[str, list[int]]:
     """ "... . Name: 1, 2, ... 8. Name: 3." as {name: numbers}."""
     found = {}
-    for sentence in text.rstrip(".").split(". "):
+    for sentence in text.replace("... ", "").rstrip(".").split(". "):
         name, colon, numbers = sentence.partition(": ")
         if colon:
-            found[name] = [int(n) for n in numbers.replace("... ", "").split(", ")]
+            found[name] = [int(n) for n in numbers.split(", ")]
     return found
 
 
@@ -148,7 +148,7 @@ def test_g7_impossible_numbers_are_refused_by_name(name: str, value: Any) -> Non
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: SplitLayout(None), "num_splits must be an integer, got None"),  # type: ignore[arg-type]
+        (lambda: SplitLayout(None), "num_splits must be an integer of at least 1, got None"),  # type: ignore[arg-type]
         (lambda: LAYOUT.splits_of(4, 4), r"rank=4 is outside 0 .. 3 \(world_size=4\)"),
         (lambda: LAYOUT.splits_of(-1, 4), r"rank=-1 is outside"),
         (lambda: LAYOUT.splits_of(0, 4, 2, 2), r"worker=2 is outside 0 .. 1 \(num_workers=2\)"),
