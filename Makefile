@@ -8,13 +8,14 @@ INSTALLED := $(VENV)/.installed
 SOURCES := lance_ray_stream tests examples $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format bench clean
+.PHONY: help setup train test lint format docs bench clean
 
 help:
 	@echo "make train   train a small network from a LanceDB table: stopped in mid-epoch, resumed on more workers"
 	@echo "make test    lint, types and tests"
 	@echo "make lint    lint and types"
 	@echo "make format  format the code"
+	@echo "make docs    build the documentation into site/"
 	@echo "make bench   run the benchmarks"
 	@echo "make clean   remove what was built, the virtual environment included"
 
@@ -24,7 +25,7 @@ setup: $(INSTALLED)
 $(INSTALLED): pyproject.toml $(wildcard $(CONSTRAINTS))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "pip>=23.1"
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev,docs]"
 	touch $@
 
 train: setup
@@ -42,9 +43,13 @@ format: setup
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+# Needs no network; a warning, such as a dead link, is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: setup
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .data build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .data site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

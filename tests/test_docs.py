@@ -1,0 +1,200 @@
+"""The README and docs/ say what is so: every Python block runs, every link leads somewhere, the site builds.
+
+What a page may say to its test, in HTML comments that a reader does not see:
+
+* ``<!-- needs: ray -->``, once: the blocks of the page run with a Ray.
+* ``<!-- setup``, lines of Python, ``-->``: run before the block that follows, such as to make a table.
+* ``<!-- raises: NameOfError -->`` right above a block: it has to end with that error.
+* ``<!-- output -->`` between a block and a ```` ```text ```` block: what the first one prints, with ``...`` for
+  what varies. Warnings and the error count as printed. A block without it has to be silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+NEEDS_RAY = "<!-- needs: ray -->"
+PARTS = re.compile(
+    r"^<!-- setup\n(?P<setup>.*?)^-->$"
+    r"|(?:^<!-- raises: (?P<raises>\w+) -->\n)?"
+    r"^```python\n(?P<code>.*?)^```$"
+    r"(?:\n<!-- output -->\n```text\n(?P<output>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+# What PARTS has to find: a block in another form would be left out without a word.
+MARKS = re.compile(r"^[ \t]*(?:<!-- (?:setup|raises|output)|[`~]{3,}\W*py).*$", re.MULTILINE)
+LINKS = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One piece of Python on a page."""
+
+    code: str
+    line: int  # of the page, from 1
+    raises: str | None
+    output: str
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The blocks of a page, in order."""
+    parts = list(PARTS.finditer(text))
+    unread = [mark for mark in MARKS.finditer(text) if not any(p.start() <= mark.start() < p.end() for p in parts)]
+    assert not unread, f"not in a form that is tested: {[mark.group().strip() for mark in unread]}"
+    blocks = []
+    for part in parts:
+        group = "code" if part["setup"] is None else "setup"
+        line = text.count("\n", 0, part.start(group)) + 1
+        blocks.append(Block(code=part[group], line=line, raises=part["raises"], output=part["output"] or ""))
+    return blocks
+
+
+def run_page(text: str, path: str | Path) -> None:
+    """Run the blocks of a page in one namespace and compare what each prints with what the page says."""
+    # Not "__main__": Ray then pickles the functions of the page by value.
+    namespace: dict[str, Any] = {"__name__": "documentation_page"}
+    for block in blocks_of(text):
+        printed = run_block(block, path, namespace)
+        same = doctest.OutputChecker().check_output(
+            block.output, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        )
+        assert same, f"{path}:{block.line}: the page says\n{block.output}\nand the block printed\n{printed}"
+
+
+def run_block(block: Block, path: str | Path, namespace: dict[str, Any]) -> str:
+    """What a block prints, then its warnings, then the error that it was meant to raise."""
+    # Empty lines put the block at its place in the page, so that a traceback shows the page's lines.
+    code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
+    printed, error = io.StringIO(), None
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
+        warnings.simplefilter("always")
+        try:
+            exec(code, namespace)
+        except Exception as raised:
+            # By all its classes: Ray raises a task's error as a RayTaskError that is an instance of it too.
+            if block.raises not in [kind.__name__ for kind in type(raised).__mro__]:
+                raise
+            error = raised
+    assert error is not None or block.raises is None, f"{path}:{block.line}: no {block.raises} was raised"
+    for warning in caught:
+        if warning.filename == str(path):
+            printed.write(f"{warning.category.__name__}: {warning.message}\n")
+    if error is not None:
+        printed.write(f"{block.raises}: {error}\n")
+    return printed.getvalue()
+
+
+def needs_ray(page: Path) -> bool:
+    return NEEDS_RAY in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.stem, marks=[pytest.mark.ray] * needs_ray(page)) for page in PAGES]
+)
+def test_blocks_run(
+    page: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    if needs_ray(page):
+        request.getfixturevalue("ray_cluster")
+    before = ray.is_initialized()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ray.train.constants.DEFAULT_STORAGE_PATH", str(tmp_path / "ray_results"))
+    run_page(page.read_text(encoding="utf-8"), page)
+    assert ray.is_initialized() == before, f"a block started Ray: the page has to say {NEEDS_RAY}"
+
+
+PAGE = """
+```python
+x = 1
+```
+<!-- setup
+y = 2
+-->
+```python
+print(x + y)
+```
+<!-- output -->
+```text
+3
+```
+<!-- raises: ZeroDivisionError -->
+```python
+x / 0
+```
+<!-- output -->
+```text
+ZeroDivisionError: ... by zero
+```
+"""
+
+
+def test_the_runner_accepts_a_right_page() -> None:
+    assert [block.line for block in blocks_of(PAGE)] == [3, 6, 9, 17]
+    run_page(PAGE, "page.md")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "error"),
+    [
+        ("x = 1", "x = ", SyntaxError),
+        ("x = 1", "x = nowhere", NameError),
+        ("x = 1", "print('not said')", AssertionError),
+        ("x = 1", "import warnings; warnings.warn('not said', stacklevel=1); x = 1", AssertionError),
+        ("y = 2", "y = 3", AssertionError),
+        ("y = 2", "y = nowhere", NameError),
+        ("\n3\n", "\n4\n", AssertionError),
+        ("x / 0", "x / 1", AssertionError),
+        ("raises: ZeroDivisionError", "raises: Exception", AssertionError),  # the output says another name
+        ("x / 0", "x / nowhere", NameError),
+        ("by zero", "by one", AssertionError),
+        ("```python\nx = 1", "```py\nx = 1", AssertionError),
+        ("```python\nx = 1\n```", "- text\n  ```python\n  x = 1\n  ```", AssertionError),
+        ("<!-- output -->\n```text\n3", "<!-- output -->\n\n```text\n3", AssertionError),
+        ("<!-- raises: ZeroDivisionError -->\n", "<!-- raises: ZeroDivisionError -->\n\n", AssertionError),
+    ],
+)
+def test_the_runner_refuses_a_broken_page(right: str, wrong: str, error: type[Exception]) -> None:
+    assert right in PAGE
+    with pytest.raises(error):
+        run_page(PAGE.replace(right, wrong, 1), "page.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_files(page: Path) -> None:
+    """Links between pages and to files; mkdocs checks the anchors."""
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    targets = {link.partition("#")[0] for link in LINKS.findall(text) if not link.startswith(("http://", "https://"))}
+    dead = sorted(target for target in targets if target and not (page.parent / target).exists())
+    assert not dead
+
+
+QUIET = {"NO_MKDOCS_2_WARNING": "1"}  # news about mkdocs, none about this site
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Warnings are errors: dead links and anchors, missing pages, names that the API reference does not find."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    assert "lance_ray_stream.StreamIterator.load_state_dict" in reference
