@@ -167,13 +167,15 @@ class StreamIterator(HookedDataIterator):
         Args:
             state: from ``state_dict()`` or ``merge_state_dicts()``, or from LanceDB's
                 ``StreamingDataset``.
-            strict: if False, differences that cannot change the order of rows (where the table is
-                found, which columns are read) are warned about instead of refused.
+            strict: if False, what cannot change the order of rows is warned about instead of refused: where the
+                table is found, which columns are read, and a position inside a cycle that leaves the ranks
+                unequally many rows (the last rows of the epoch are then not delivered).
 
         Raises:
             StateError: if the state is malformed.
             StateMismatchError: if it belongs to another stream, listing every difference.
             VersionNotFoundError: if the table's version that it names no longer exists.
+            LayoutError: if it was saved inside a cycle and the ranks of this world size would have unequal rests.
             StreamUsageError: if an iteration is live.
         """
         self._refuse_while_live("load a state")
@@ -315,7 +317,7 @@ class StreamIterator(HookedDataIterator):
 
     def _run(self, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """One iteration, ending the one before it."""
-        before = self._live and self._live()
+        before = None if self._live is None else self._live()
         if before is not None:
             before.close()  # also one that has not begun: it would begin in the middle of this one
         iteration = self._deliver(batch_size, drop_last, start)

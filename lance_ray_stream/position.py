@@ -62,6 +62,12 @@ def rows_to_deliver(position: IntArray, world_size: int, rows_per_split: int) ->
     return min(rows_left(group, rows_per_split) for group in groups)
 
 
+def ranks_are_even(position: IntArray, world_size: int) -> bool:
+    """Whether all ranks have equally many rows left, so that none of an epoch is lost to :func:`rows_to_deliver`."""
+    received = position.reshape(world_size, -1).sum(axis=1)
+    return bool((received == received[0]).all())
+
+
 def num_batches(num_rows: int, batch_size: int, drop_last: bool) -> int:
     """Batches that ``num_rows`` rows make; the last one may be shorter unless it is dropped."""
     return num_rows // batch_size if drop_last else -(-num_rows // batch_size)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from lance_ray_stream.cursor import Cursor
+from lance_ray_stream.errors import LayoutError
 from lance_ray_stream.planner import Planner, PublishedPlan
+from lance_ray_stream.position import ranks_are_even, rows_left, rows_to_deliver
 from lance_ray_stream.provenance import Facts, adopt, check_against_plan, describe
 from lance_ray_stream.spec import StreamSpec
-from lance_ray_stream.state import parse_state
+from lance_ray_stream.state import StreamState, parse_state
 
 
 class Progress:
@@ -70,6 +73,7 @@ class Progress:
         spec = adopt(self.spec, saved, strict=strict)
         plan = self._planner.plan(spec, saved.epoch)
         check_against_plan(saved, plan)
+        self._check_even(saved, plan.rows_per_split, strict=strict)
         self.spec = spec
         self.cursor.resume(saved, plan.rows_per_split)
         self._plan, self._facts = None, self._facts_of_table()
@@ -79,6 +83,28 @@ class Progress:
                 # A state that is loaded and saved at once is the same state.
                 known = saved.provenance
                 self._facts = Facts(rows=known.get("rows"), fingerprint=known.get("fingerprint"))
+
+    def _check_even(self, saved: StreamState, rows_per_split: int, *, strict: bool) -> None:
+        """Refuse, or warn of, a state from which ranks would have unequal rests: all stop at the smallest (G6)."""
+        layout, world_size = self.cursor.layout, self.cursor.world_size
+        left = rows_left(saved.position, rows_per_split)
+        lost = left - world_size * rows_to_deliver(saved.position, world_size, rows_per_split)
+        if not lost:
+            return
+        text = (
+            f"The state was saved inside a cycle: its splits stand at {saved.position.min()} to {saved.position.max()} "
+            f"rows, so that the ranks of world_size={world_size} have unequally many rows left. All would stop at the "
+            f"smallest rest, and the last {lost} of the epoch's {left} rows would not be delivered."
+        )
+        if not strict:
+            warnings.warn(text, stacklevel=4)
+            return
+        fitting = [str(size) for size in layout.world_sizes() if ranks_are_even(saved.position, size)]
+        raise LayoutError(
+            f"{text} World sizes without this loss: {', '.join(fitting)}. load_state_dict(state, strict=False) accepts "
+            f"it. A global_batch_size that is a multiple of num_splits={layout.num_splits} avoids it for every world "
+            "size."
+        )
 
     def _facts_of_table(self) -> Facts:
         return Facts(rows=self.spec.total_rows if self.spec.filter is None else None, fingerprint=None)
