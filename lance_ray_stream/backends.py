@@ -77,6 +77,7 @@ class Backend(Protocol):
         epoch: int | None = None,
         state: State | None = None,
         steps: int | None = None,
+        strict: bool = True,
     ) -> list[RankRun]:
         """Start every rank anew and run it to the end of the epoch, or for at most ``steps`` steps.
 
@@ -84,6 +85,7 @@ class Backend(Protocol):
             batch_size: rows of a step on each rank.
             epoch: the epoch to start in; that of the state or of the stream if None.
             state: the state that every rank loads.
+            strict: as in ``load_state_dict``.
         """
         ...
 
@@ -123,13 +125,14 @@ class RayBackend:
         epoch: int | None = None,
         state: State | None = None,
         steps: int | None = None,
+        strict: bool = True,
     ) -> list[RankRun]:
         """As :meth:`Backend.run`."""
         config = StreamDataConfig(num_workers=topology.num_workers)
         ranks = config.iterators("train", self.dataset, topology.world_size, planner=self._planner)
         for rank in ranks:
             if state is not None:
-                rank.load_state_dict(dict(state))
+                rank.load_state_dict(dict(state), strict=strict)
             if epoch is not None:
                 rank.set_epoch(epoch)
         runs = [RankRun(epoch=rank.epoch, states=[rank.state_dict()]) for rank in ranks]
@@ -193,6 +196,7 @@ class PlanBackend:
         epoch: int | None = None,
         state: State | None = None,
         steps: int | None = None,
+        strict: bool = True,
     ) -> list[RankRun]:
         """As :meth:`Backend.run`."""
         layout = SplitLayout(self.num_splits)
@@ -203,7 +207,7 @@ class PlanBackend:
         ]
         for rank in ranks:
             if state is not None:
-                rank.load_state_dict(dict(state), strict=True)
+                rank.load_state_dict(dict(state), strict=strict)
             if epoch is not None and epoch != rank.cursor.epoch:
                 rank.jump(epoch)
         runs = [RankRun(epoch=rank.cursor.epoch, states=[rank.state_dict()]) for rank in ranks]

@@ -140,7 +140,7 @@ def test_c15_inside_a_cycle_unequal_rests_are_refused(tmp_path):
     received = take(first, 1, batch_size=4)[0]
     state = first.state_dict()
     for world_size in (2, 4):
-        with pytest.raises(LayoutError, match=rf"world_size={world_size} .*work for this state: 1\..*num_splits=8"):
+        with pytest.raises(LayoutError, match=rf"world_size={world_size} .*without this loss: 1\..*num_splits=8"):
             resumed(dataset, state, world_size)
     assert sorted([*received, *rows(resumed(dataset, state, 1)[0])]) == list(range(16))
 
@@ -159,7 +159,7 @@ def test_states_of_ranks_that_stopped_inside_a_cycle_are_merged(table, dataset):
         rest = [rows(stream) for stream in resumed(dataset, merged, world_size)]
         assert len(set(map(len, rest))) == 1, "G6"
         assert sorted(itertools.chain(*received, *rest)) == list(range(240))
-    with pytest.raises(LayoutError, match=r"work for this state: 1, 2\."):
+    with pytest.raises(LayoutError, match=r"without this loss: 1, 2\."):
         resumed(dataset, merged, 4)
 
 
