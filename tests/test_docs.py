@@ -16,6 +16,7 @@ import doctest
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -187,14 +188,33 @@ def test_links_lead_to_files(page: Path) -> None:
     assert not dead
 
 
-QUIET = {"NO_MKDOCS_2_WARNING": "1"}  # news about mkdocs, none about this site
+def build_site(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    # Without --quiet, which would hide the warnings from --strict.
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=root,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},  # news about mkdocs, none about this site
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
     """Warnings are errors: dead links and anchors, missing pages, names that the API reference does not find."""
-    pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, check=False)
+    done = build_site(ROOT, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     reference = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
     assert "lance_ray_stream.StreamIterator.load_state_dict" in reference
+
+
+@pytest.mark.parametrize("broken", ["[x](nowhere.md)", "[x](checkpoints.md#nowhere)", "::: lance_ray_stream.nowhere"])
+def test_a_broken_site_does_not_build(broken: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    (tmp_path / "lance_ray_stream").symlink_to(ROOT / "lance_ray_stream")
+    with (tmp_path / "docs" / "limits.md").open("a", encoding="utf-8") as page:
+        page.write(f"\n{broken}\n")
+    done = build_site(tmp_path, tmp_path / "site")
+    assert done.returncode != 0
+    assert "nowhere" in done.stderr
