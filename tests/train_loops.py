@@ -1,0 +1,180 @@
+"""Training functions that the tests run on real Ray Train workers, and what those workers write down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray.train
+import torch
+from ray.data.collate_fn import ArrowBatchCollateFn
+from ray.train import Checkpoint
+
+import lance_ray_stream as lrs
+
+Config = dict[str, Any]
+
+
+def write_down(config: Config, rank: int, **fields: Any) -> None:
+    """Append a line to what this rank of this run has written; it survives the death of the worker."""
+    with open(Path(config["out"], f"{config['run']}_{rank}.jsonl"), "a") as file:
+        file.write(json.dumps(fields) + "\n")
+
+
+def written(out: Path, run: str) -> dict[int, list[dict[str, Any]]]:
+    """Rank -> its lines."""
+    lines: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for path in sorted(out.glob(f"{run}_*.jsonl")):
+        rank = int(path.stem.rpartition("_")[2])
+        lines[rank] += [json.loads(line) for line in path.read_text().splitlines()]
+    return dict(lines)
+
+
+def with_twice(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A transform: one row per row, one more column."""
+    batch["twice"] = batch["id"] * 2
+    return batch
+
+
+class SlowIds(ArrowBatchCollateFn):
+    """Collates the ids alone, and sleeps on every second batch."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, batch: pa.Table) -> torch.Tensor:  # type: ignore[override]
+        self._calls += 1
+        time.sleep(0.02 * (self._calls % 2))
+        return torch.tensor(batch["id"].to_pylist())
+
+
+def read_everything(config: Config) -> None:
+    """Two epochs of train and eval streams beside a dataset of Ray's own; a collective in every step."""
+    train, evaluation = lrs.get_stream(), lrs.get_stream("eval")
+    assert train is ray.train.get_dataset_shard("train"), "the same object"
+    rank = ray.train.get_context().get_world_rank()
+    assert (train.rank, train.world_size) == (rank, ray.train.get_context().get_world_size())
+    for epoch in range(train.epoch, 2):
+        train.set_epoch(epoch)
+        ids, ends = [], []
+        batches = train.iter_torch_batches(batch_size=7, prefetch_batches=8, collate_fn=SlowIds())
+        announced = len(batches)
+        for batch in batches:
+            total = torch.tensor([len(batch)])
+            torch.distributed.all_reduce(total)
+            ids += batch.tolist()
+            ends.append([len(batch), int(total)])
+        seen = [int(i) for batch in evaluation.iter_batches(global_batch_size=8) for i in batch["id"]]
+        plain = sum(len(batch["id"]) for batch in ray.train.get_dataset_shard("plain").iter_batches(batch_size=10))
+        write_down(config, rank, ids=ids, ends=ends, announced=announced, eval=seen, plain=plain)
+    write_down(config, rank, **_columns())
+
+
+def _columns() -> dict[str, Any]:
+    """What text and vectors become as torch batches."""
+    stream = lrs.get_stream("columns")
+    try:
+        stream.iter_torch_batches(batch_size=5)
+    except lrs.errors.UnsupportedColumnError as error:
+        refused = str(error)
+    vectors = lrs.get_stream("vectors")
+    batch = next(iter(vectors.iter_torch_batches(batch_size=5, dtypes={"id": torch.int32})))
+    vector = batch["vector"]
+    return {
+        "refused": refused,
+        "refused_before_the_first_step": sum(stream.state_dict()["samples_consumed_per_split"]) == 0,
+        "types": [str(vector.dtype), list(vector.shape), str(batch["id"].dtype)],
+        "vector_ids": batch["id"].tolist(),
+        "first_values": vector[:, 0].tolist(),
+    }
+
+
+def train_with_checkpoints(config: Config) -> None:
+    """Steps until ``stop_at``, a checkpoint every four; rank 1 is killed once, at ``kill_at``."""
+    stream = lrs.get_stream()
+    step = _load(stream)
+    for epoch in range(stream.epoch, config["epochs"]):
+        stream.set_epoch(epoch)
+        for batch in stream.iter_batches(global_batch_size=config["global_batch_size"]):
+            write_down(config, stream.rank, step=step, epoch=epoch, ids=batch["id"].tolist())
+            step += 1
+            if step % 4 == 0:
+                _save(stream, step)
+            if step == config["kill_at"] and stream.rank == 1 and _first_time(config):
+                _wait_until_saved(step // 4 * 4)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == config["stop_at"]:
+                return
+
+
+def _first_time(config: Config) -> bool:
+    try:
+        Path(config["out"], "killed").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _wait_until_saved(step: int) -> None:
+    """A checkpoint counts once the controller has seen every rank's report."""
+    mode = ray.train.CheckpointConsistencyMode.COMMITTED
+    for _ in range(600):
+        if any(saved.metrics["step"] == step for saved in ray.train.get_all_reported_checkpoints(mode)):
+            return
+        time.sleep(0.1)
+
+
+def _save(stream: lrs.StreamIterator, step: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if stream.rank == 0:
+            Path(folder, "state.json").write_text(json.dumps({"step": step, "stream": stream.state_dict()}))
+            checkpoint = Checkpoint.from_directory(folder)
+        ray.train.report({"step": step}, checkpoint=checkpoint)
+
+
+def _load(stream: lrs.StreamIterator) -> int:
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as folder:
+        saved = json.loads(Path(folder, "state.json").read_text())
+    stream.load_state_dict(saved["stream"])
+    return int(saved["step"])
+
+
+def read_in_local_mode(config: Config) -> None:
+    """Stops in mid-epoch, asks for its stream again, goes on from a state."""
+    stream = lrs.get_stream()
+    ids: list[int] = []
+    for batch in stream.iter_torch_batches(global_batch_size=16, collate_fn=SlowIds()):
+        ids += batch.tolist()
+        if len(ids) == 64:
+            break
+    again = lrs.get_stream()
+    state = again.state_dict()
+    again.load_state_dict(state)
+    ids += [int(i) for batch in again.iter_batches(global_batch_size=16) for i in batch["id"]]
+    write_down(config, stream.rank, ids=ids, state=state, same=again is stream, world_size=stream.world_size)
+
+
+def read_nothing(config: Config) -> None:
+    """A loop that asks for its streams and reads none."""
+    write_down(config, lrs.get_stream().rank)
+
+
+def fail_on_one_rank(config: Config) -> None:
+    """Rank 1 raises at step 3; every step is a collective."""
+    stream = lrs.get_stream()
+    for step, batch in enumerate(stream.iter_batches(global_batch_size=16)):
+        if stream.rank == 1 and step == 3:
+            raise KeyError("the user's own mistake")
+        torch.distributed.all_reduce(torch.tensor([len(batch["id"])]))
