@@ -133,7 +133,7 @@ def rows_of_step(
     Columns: rank, cycle, split, row_id, and ``columns`` of the table.
 
     Args:
-        plan: of the epoch, from ``plan_epoch()``.
+        plan: of the epoch, from ``plan_epoch()`` or :func:`plan`.
         world_size: the number of ranks; it changes who receives a row, not which rows there are.
         source: where ``columns`` are read: the dataset of ``read_stream()`` that the plan was made of (its version
             is pinned), or the opened table at that version.
@@ -168,19 +168,27 @@ def _opened(source: Dataset | Table | None) -> LanceTable:
     raise InvalidArgumentError(f"source must be a dataset of read_stream() or a LanceDB table, got {source!r}.")
 
 
-def plans_by_clump_size(
-    table: Table | TableRef, clump_sizes: Iterable[int | None], *, num_splits: int, epoch: int = 0, **options: Any
-) -> dict[int, EpochPlan]:
-    """The plan of one epoch for several clump sizes; None, no clumps, is clump size 1. Needs no Ray.
+def plan(table: Table | TableRef, *, num_splits: int, epoch: int = 0, **options: Any) -> EpochPlan:
+    """The plan of one epoch of a table, as ``plan_epoch()`` gives it for a dataset; needs no Ray.
 
     Args:
-        options: ``shuffle_seed`` and ``filter``, as in ``read_stream()``.
+        options: ``shuffle``, ``shuffle_seed``, ``shuffle_clump_size`` and ``filter``, as in ``read_stream()``.
+
+    Raises:
+        ValueError, RuntimeError: as ``read_stream()`` and ``plan_epoch()`` do.
     """
-    plans = {}
-    for size in clump_sizes:
-        spec = make_spec(table, num_splits=num_splits, shuffle_clump_size=None if size == 1 else size, **options)
-        plans[size or 1] = build_plan(spec, epoch)
-    return plans
+    return build_plan(make_spec(table, num_splits=num_splits, **options), epoch)
+
+
+def plans_by_clump_size(
+    table: Table | TableRef, clump_sizes: Iterable[int | None], **options: Any
+) -> dict[int, EpochPlan]:
+    """The :func:`plan` for each of several clump sizes; None, no clumps, is clump size 1.
+
+    Args:
+        options: the other arguments of :func:`plan`.
+    """
+    return {size or 1: plan(table, shuffle_clump_size=None if size == 1 else size, **options) for size in clump_sizes}
 
 
 def window_reads(
