@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lance_ray_stream.collate import TensorCollate
     from lance_ray_stream.data_config import StreamDataConfig
+    from lance_ray_stream.epoch_plan import EpochPlan
     from lance_ray_stream.iterator import StreamIterator
     from lance_ray_stream.layout import SplitLayout
-    from lance_ray_stream.plan import EpochPlan
     from lance_ray_stream.read import plan_epoch, read_stream
     from lance_ray_stream.state import merge_state_dicts
     from lance_ray_stream.table import TableRef
@@ -31,7 +31,7 @@ __version__ = "0.1.0"
 # Looked up on first use: a reader process imports this package for its reader alone, and would otherwise wait
 # seconds for torch and Ray Train, which it never uses.
 _MODULES = {
-    "EpochPlan": "plan",
+    "EpochPlan": "epoch_plan",
     "SplitLayout": "layout",
     "StreamDataConfig": "data_config",
     "StreamIterator": "iterator",

@@ -11,14 +11,16 @@ from ray.data import Dataset
 
 from lance_ray_stream.cursor import Cursor
 from lance_ray_stream.data_config import StreamDataConfig
+from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.errors import InvalidArgumentError
 from lance_ray_stream.iterator import StreamIterator
 from lance_ray_stream.layout import SplitLayout
-from lance_ray_stream.plan import EpochPlan, build_plan
+from lance_ray_stream.plan import build_plan
 from lance_ray_stream.planner import LocalPlanner, PublishedPlan
 from lance_ray_stream.position import num_batches, rows_of_window, windows
 from lance_ray_stream.progress import Progress
 from lance_ray_stream.reader import ROW_ID, read_rows
+from lance_ray_stream.row_order import PlannedRows
 from lance_ray_stream.spec import StreamSpec
 from lance_ray_stream.transforms import stream_of
 from lance_ray_stream.window_reader import read_window
@@ -235,7 +237,7 @@ class PlanBackend:
                 yield read_window(
                     self.spec.table.open(),
                     window,
-                    [plan.row_ids(split) for split in splits],
+                    PlannedRows([plan.row_ids(split) for split in splits]),
                     start,
                     columns=(self.key,),
                     num_workers=num_workers,
@@ -261,7 +263,6 @@ class _Plans:
             rows=plan.rows,
             rows_per_split=plan.rows_per_split,
             fingerprint=plan.fingerprint,
-            row_ids=(),
         )
 
     def epoch(self, spec: StreamSpec, epoch: int) -> tuple[EpochPlan, list[list[Any]]]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import ray
 from ray.data import DataContext, Datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from lance_ray_stream.layout import IntArray
-from lance_ray_stream.planner import LocalPlanner, ObjectRef
+from lance_ray_stream.planner import FetchRows, LocalPlanner
 from lance_ray_stream.position import Window
 from lance_ray_stream.ray_internals import ROW_COUNT_COLUMN
 from lance_ray_stream.reader import read_rows
@@ -95,8 +94,12 @@ class StreamDatasource(Datasource):
         spec, columns = replace(self.spec, num_splits=self.num_splits), self.columns
         plan = LocalPlanner().plan(spec, self.epoch)
         return [
-            self._task(_split_reader(spec, columns, row_ids), plan.rows_per_split, per_task_row_limit)
-            for row_ids in plan.row_ids
+            self._task(
+                _split_reader(spec, columns, plan.rows_of(range(split, split + 1)), plan.rows_per_split),
+                plan.rows_per_split,
+                per_task_row_limit,
+            )
+            for split in range(plan.num_splits)
         ]
 
     def _rows_per_split(self) -> int | None:
@@ -116,7 +119,7 @@ class WindowDatasource(StreamDatasource):
     """What is left of an epoch for one rank: one read task per window, rows in the order of delivery.
 
     Args:
-        group: reference to the tuple of references to the row ids of the rank's splits.
+        rows: where a read task finds the order of the rank's splits.
         position: int64, shape (splits per rank,): where those splits stand.
         windows: what to read, in order.
         num_workers: threads of a read task, each with its part of the split group.
@@ -127,14 +130,14 @@ class WindowDatasource(StreamDatasource):
         spec: StreamSpec,
         *,
         epoch: int,
-        group: ObjectRef,
+        rows: FetchRows,
         position: IntArray,
         windows: list[Window],
         num_workers: int,
     ) -> None:
         super().__init__(spec, epoch=epoch)
         self.windows = windows
-        self._group = group
+        self._rows = rows
         self._position = position
         self._num_workers = num_workers
 
@@ -149,11 +152,11 @@ class WindowDatasource(StreamDatasource):
         data_context: DataContext | None = None,
     ) -> list[ReadTask]:
         """One task per window, in order, whatever ``parallelism`` is asked for."""
-        spec, columns, group = self.spec, self.columns, self._group
+        spec, columns, rows = self.spec, self.columns, self._rows
         position, num_workers = self._position, self._num_workers
         return [
             self._task(
-                _window_reader(spec, columns, group, window, position, num_workers),
+                _window_reader(spec, columns, rows, window, position, num_workers),
                 window.num_rows,
                 per_task_row_limit,
             )
@@ -169,13 +172,17 @@ def _not_planned() -> Iterator[pa.Table]:
     raise RuntimeError("This read task describes a split; an execution makes its own tasks.")
 
 
-def _split_reader(spec: StreamSpec, columns: Columns, row_ids: ObjectRef) -> Callable[[], Iterator[pa.Table]]:
+def _split_reader(
+    spec: StreamSpec, columns: Columns, rows: FetchRows, rows_per_split: int
+) -> Callable[[], Iterator[pa.Table]]:
     block_rows = max_window_rows(spec.row_bytes)
 
     def read_split() -> Iterator[pa.Table]:
-        ids, table = ray.get(row_ids), spec.table.open()
-        for start in range(0, len(ids), block_rows):
-            yield _block(read_rows(table, ids[start : start + block_rows], columns=columns))
+        order, table = rows.fetch(), spec.table.open()
+        for start in range(0, rows_per_split, block_rows):
+            index = np.arange(start, min(start + block_rows, rows_per_split))
+            wanted = order.at(np.zeros_like(index), index)
+            yield _block(read_rows(table, wanted, columns=columns, address=order.address))
 
     return read_split
 
@@ -183,15 +190,14 @@ def _split_reader(spec: StreamSpec, columns: Columns, row_ids: ObjectRef) -> Cal
 def _window_reader(
     spec: StreamSpec,
     columns: Columns,
-    group: ObjectRef,
+    rows: FetchRows,
     window: Window,
     position: IntArray,
     num_workers: int,
 ) -> Callable[[], Iterator[pa.Table]]:
     def read() -> Iterator[pa.Table]:
-        row_ids: list[Any] = ray.get(list(ray.get(group)))
-        table = spec.table.open()
-        yield _block(read_window(table, window, row_ids, position, columns=columns, num_workers=num_workers))
+        order, table = rows.fetch(), spec.table.open()
+        yield _block(read_window(table, window, order, position, columns=columns, num_workers=num_workers))
 
     return read
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import ray
 from ray.data import Dataset, ExecutionOptions
 
 from lance_ray_stream.cursor import Cursor
@@ -45,7 +44,7 @@ class Feed:
         source = WindowDatasource(
             spec,
             epoch=cursor.epoch,
-            group=ray.put(plan.row_ids[cursor.splits.start : cursor.splits.stop]),
+            rows=plan.rows_of(cursor.splits),
             position=position,
             windows=list(cuts),
             num_workers=self.num_workers,

@@ -1,4 +1,4 @@
-"""Which rows: the plan of one epoch, row for row the one of ``lancedb.streaming.StreamingDataset``."""
+"""Which rows: builds the plan of one epoch, by default row for row the one of LanceDB's ``StreamingDataset``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 from lancedb.permutation import permutation_builder
 from lancedb.table import LanceTable
 
-from lance_ray_stream.display import facts_html
-from lance_ray_stream.errors import InvalidArgumentError, LayoutError, PlanError
+from lance_ray_stream.epoch_plan import EpochPlan
+from lance_ray_stream.errors import PlanError
+from lance_ray_stream.indexed_plan import indexed_plan, passing_rows
 from lance_ray_stream.layout import check_int
+from lance_ray_stream.row_order import PlannedRows
 from lance_ray_stream.spec import StreamSpec, not_enough_rows, plan_key
 from lance_ray_stream.table import describe_table, native_error_text
 
@@ -33,94 +34,10 @@ _environment_lock = threading.Lock()
 _filtered_rows: OrderedDict[str, int] = OrderedDict()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class EpochPlan:
-    """The answer to "which row is at (split s, index i)?" for one epoch. Immutable.
-
-    Attributes:
-        epoch: The epoch.
-        num_splits: Number of splits S.
-        rows: N, the rows of the version that pass the filter.
-        ids: ``(S, L)`` uint64, the row ids; read-only.
-        fingerprint: Digest of the row ids and their shape, the same on every platform.
-    """
-
-    epoch: int
-    num_splits: int
-    rows: int
-    ids: np.ndarray
-    fingerprint: str
-
-    @property
-    def rows_per_split(self) -> int:
-        """L, the rows of each split."""
-        return int(self.ids.shape[1])
-
-    @property
-    def dropped_rows(self) -> int:
-        """Surplus rows of this epoch: ``N % num_splits`` of them, so that all splits are equally long."""
-        return self.rows - self.num_splits * self.rows_per_split
-
-    def row_ids(self, split: int) -> np.ndarray:
-        """Row ids of one split in order, ``(L,)`` uint64, read-only.
-
-        Raises:
-            LayoutError: There is no such split.
-        """
-        number = check_int("split", split, minimum=0)
-        if number >= self.num_splits:
-            raise LayoutError(f"there is no split {number}; the {self.num_splits} splits are 0..{self.num_splits - 1}")
-        return _read_only(self.ids[number])
-
-    def row_ids_of_step(self, step: int, global_batch_size: int) -> np.ndarray:
-        """Row ids of one global batch, ``(G,)`` uint64: cycle by cycle, in each the splits ascending.
-
-        The last step of an epoch may be shorter, by whole cycles.
-
-        Raises:
-            LayoutError: ``global_batch_size`` is not a multiple of ``num_splits``.
-            InvalidArgumentError: The epoch has no such step.
-        """
-        number = check_int("step", step, minimum=0)
-        size = check_int("global_batch_size", global_batch_size, minimum=1)
-        if size % self.num_splits:
-            below = size - size % self.num_splits
-            near = f"{below} or {below + self.num_splits}" if below else str(self.num_splits)
-            raise LayoutError(
-                f"global_batch_size={size} is not a multiple of num_splits={self.num_splits}, so its steps "
-                f"are not whole cycles; nearest that work: {near}"
-            )
-        cycles = size // self.num_splits
-        steps = -(-self.rows_per_split // cycles)
-        if number >= steps:
-            raise InvalidArgumentError(
-                f"there is no step {number}: epoch {self.epoch} has {self.rows_per_split} cycles, {steps} "
-                f"steps of global_batch_size={size} (0..{steps - 1})"
-            )
-        # (S, cycles) -> (cycles, S) -> (G,)
-        return _read_only(self.ids[:, number * cycles : (number + 1) * cycles].T.reshape(-1))
-
-    def __repr__(self) -> str:
-        return (
-            f"EpochPlan(epoch={self.epoch}, num_splits={self.num_splits}, rows={self.rows}, "
-            f"rows_per_split={self.rows_per_split}, dropped_rows={self.dropped_rows}, "
-            f"fingerprint={self.fingerprint!r})"
-        )
-
-    def _repr_html_(self) -> str:
-        facts = {
-            "splits": self.num_splits,
-            "rows per split": self.rows_per_split,
-            "rows": self.rows,
-            "dropped rows": self.dropped_rows,
-            "fingerprint": self.fingerprint,
-            "first row ids of split 0": ", ".join(map(str, self.row_ids(0)[:8].tolist())),
-        }
-        return facts_html(f"EpochPlan of epoch {self.epoch}", facts)
-
-
 def build_plan(spec: StreamSpec, epoch: int) -> EpochPlan:
-    """The plan of one epoch; one scan of the table's row ids, and of the filter's columns.
+    """The plan of one epoch.
+
+    The lancedb order takes one scan of the table's row ids, the indexed one none; with a filter both scan its columns.
 
     Raises:
         InvalidArgumentError: The epoch is impossible.
@@ -130,6 +47,8 @@ def build_plan(spec: StreamSpec, epoch: int) -> EpochPlan:
     """
     if spec.num_splits is None:
         raise PlanError("num_splits is not decided yet; a plan needs it")
+    if spec.shuffle_algorithm == "indexed":
+        return indexed_plan(spec, epoch, passing_rows(spec))
     last_epoch = (2**64 - 1 - spec.shuffle_seed) // EPOCH_PRIME
     number = check_int("epoch", epoch, minimum=0, maximum=last_epoch)
     table = spec.table.open()
@@ -141,7 +60,13 @@ def build_plan(spec: StreamSpec, epoch: int) -> EpochPlan:
             f"{spec.num_splits} splits are {rows // spec.num_splits} each"
         )
     return EpochPlan(
-        epoch=number, num_splits=spec.num_splits, rows=rows, ids=_read_only(ids), fingerprint=fingerprint(ids)
+        epoch=number,
+        num_splits=spec.num_splits,
+        rows=rows,
+        rows_per_split=ids.shape[1],
+        order=PlannedRows(ids),
+        fingerprint=fingerprint(ids),
+        table=spec.table,
     )
 
 
@@ -244,9 +169,3 @@ def _memory_limit(rows: int) -> Iterator[None]:
                 os.environ.pop(_MEMORY_LIMIT, None)
             else:
                 os.environ[_MEMORY_LIMIT] = before
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view: np.ndarray = array.view()
-    view.flags.writeable = False
-    return view

@@ -8,23 +8,61 @@ from typing import Any, Protocol, TypeAlias
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from lance_ray_stream.indexed_plan import digest_of, indexed_fingerprint, indexed_order, passing_rows
+from lance_ray_stream.permutation import IndexedOrder
 from lance_ray_stream.plan import build_plan
-from lance_ray_stream.spec import StreamSpec, plan_key
+from lance_ray_stream.row_order import ComputedRows, PlannedRows, RowOrder
+from lance_ray_stream.spec import StreamSpec, filter_key, plan_key
 
 # The epoch that is read and the one that follows it.
 _KEPT_PLANS = 2
-
 
 # A reference in the object store; to what, the attribute that holds it says.
 ObjectRef: TypeAlias = "ray.ObjectRef[Any]"
 
 
+@dataclass(frozen=True)
+class FetchPlanned:
+    """A split group's row ids in the object store.
+
+    Args:
+        group: to a tuple of references, one for each split: uint64, shape (rows per split,).
+    """
+
+    group: ObjectRef
+
+    def fetch(self) -> RowOrder:
+        """The order, in a read task; the arrays stay in shared memory."""
+        return PlannedRows(ray.get(list(ray.get(self.group))))
+
+
+@dataclass(frozen=True)
+class FetchComputed:
+    """A split group of a formula; with a filter, over row ids in the object store."""
+
+    order: IndexedOrder
+    first_split: int
+    passing: ObjectRef | None
+
+    def fetch(self) -> RowOrder:
+        """The order, in a read task."""
+        return ComputedRows(self.order, self.first_split, None if self.passing is None else ray.get(self.passing))
+
+
+FetchRows: TypeAlias = FetchPlanned | FetchComputed
+
+
 @dataclass(frozen=True, kw_only=True)
 class PublishedPlan:
-    """An epoch's plan whose row ids lie in the object store.
+    """An epoch's plan that read tasks anywhere can look rows up in.
 
     Attributes:
-        row_ids: for each split, a reference to its row ids: uint64, shape (rows_per_split,).
+        rows: N, rows of the version that pass the filter.
+        rows_per_split: L.
+        row_ids: for each split, a reference to its row ids: uint64, shape (rows_per_split,); None if
+            ``order`` computes them.
+        order: the formula; None if the plan was built.
+        passing: reference to the row ids that pass the filter, which the formula is over; None without a filter.
     """
 
     epoch: int
@@ -32,7 +70,16 @@ class PublishedPlan:
     rows: int
     rows_per_split: int
     fingerprint: str
-    row_ids: tuple[ObjectRef, ...]
+    row_ids: tuple[ObjectRef, ...] | None = None
+    order: IndexedOrder | None = None
+    passing: ObjectRef | None = None
+
+    def rows_of(self, splits: range) -> FetchRows:
+        """The order of some contiguous splits, small enough to travel with every read task."""
+        if self.order is not None:
+            return FetchComputed(self.order, splits.start, self.passing)
+        assert self.row_ids is not None
+        return FetchPlanned(ray.put(self.row_ids[splits.start : splits.stop]))
 
 
 class Planner(Protocol):
@@ -48,23 +95,50 @@ class LocalPlanner:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[str, int], PublishedPlan] = {}
+        self._passing: dict[str, tuple[ObjectRef, int, str]] = {}
 
     def plan(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
         """The plan of ``epoch``; the same object for the same order and epoch."""
         key = (plan_key(spec), epoch)
         if key not in self._plans:
-            plan = build_plan(spec, epoch)
+            plan = self._computed(spec, epoch) if spec.shuffle_algorithm == "indexed" else _built(spec, epoch)
             while len(self._plans) >= _KEPT_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = PublishedPlan(
-                epoch=epoch,
-                num_splits=plan.num_splits,
-                rows=plan.rows,
-                rows_per_split=plan.rows_per_split,
-                fingerprint=plan.fingerprint,
-                row_ids=tuple(ray.put(plan.row_ids(split)) for split in range(plan.num_splits)),
-            )
+            self._plans[key] = plan
         return self._plans[key]
+
+    def _computed(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
+        """A formula; a filter is scanned once for all epochs."""
+        passing, rows, digest = None, spec.total_rows, None
+        if spec.filter is not None:
+            key = filter_key(spec)
+            if key not in self._passing:
+                row_ids = passing_rows(spec)
+                assert row_ids is not None
+                self._passing = {key: (ray.put(row_ids), len(row_ids), digest_of(row_ids))}
+            passing, rows, digest = self._passing[key]
+        order = indexed_order(spec, epoch, rows)
+        return PublishedPlan(
+            epoch=epoch,
+            num_splits=order.num_splits,
+            rows=rows,
+            rows_per_split=order.rows_per_split,
+            fingerprint=indexed_fingerprint(order, digest),
+            order=order,
+            passing=passing,
+        )
+
+
+def _built(spec: StreamSpec, epoch: int) -> PublishedPlan:
+    plan = build_plan(spec, epoch)
+    return PublishedPlan(
+        epoch=epoch,
+        num_splits=plan.num_splits,
+        rows=plan.rows,
+        rows_per_split=plan.rows_per_split,
+        fingerprint=plan.fingerprint,
+        row_ids=tuple(ray.put(ids) for ids in plan.ids),
+    )
 
 
 class PlannerActor:

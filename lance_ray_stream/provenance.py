@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from lance_ray_stream.epoch_plan import PlannedEpoch
 from lance_ray_stream.errors import StateError
-from lance_ray_stream.planner import PublishedPlan
 from lance_ray_stream.spec import StreamSpec, repin
 from lance_ray_stream.state import LENIENT_FIELDS, StreamState, differences, refuse
 
@@ -76,7 +76,7 @@ def adopt(spec: StreamSpec, saved: StreamState, *, strict: bool) -> StreamSpec:
     return spec
 
 
-def check_against_plan(saved: StreamState, plan: PublishedPlan) -> None:
+def check_against_plan(saved: StreamState, plan: PlannedEpoch) -> None:
     """Whether ``saved`` is a position in ``plan``.
 
     Raises:

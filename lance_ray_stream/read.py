@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,8 +12,10 @@ from lancedb.table import Table
 from ray.data import Dataset
 
 from lance_ray_stream.datasource import StreamDatasource
+from lance_ray_stream.epoch_plan import EpochPlan
+from lance_ray_stream.errors import InvalidArgumentError
 from lance_ray_stream.layout import check_int
-from lance_ray_stream.plan import EpochPlan, build_plan
+from lance_ray_stream.plan import build_plan
 from lance_ray_stream.spec import make_spec
 from lance_ray_stream.table import TableRef
 from lance_ray_stream.transforms import stream_of
@@ -59,6 +62,10 @@ def read_stream(
         UnsupportedColumnError: if a column cannot be read.
     """
     epoch = check_int("epoch", epoch, minimum=0)
+    if concurrency is not None:
+        concurrency = check_int("concurrency", concurrency, minimum=1)
+    if num_cpus is not None and not (type(num_cpus) in (int, float) and 0 <= num_cpus < math.inf):
+        raise InvalidArgumentError(f"num_cpus must be a number of CPUs of at least 0 or None, got {num_cpus!r}.")
     spec = make_spec(
         table,
         num_splits=num_splits,

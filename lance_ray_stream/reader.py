@@ -1,4 +1,4 @@
-"""Rows of given ids, in the given order: what ``take_row_ids`` does not promise."""
+"""Addressed rows, in the given order: what ``take_row_ids`` and ``take_offsets`` do not promise."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from lancedb.schema import blob_column_paths, row_addressable_blob_v2_paths
 from lancedb.table import LanceTable
 
 from lance_ray_stream.errors import MissingRowsError, ReadError, UnsupportedColumnError
+from lance_ray_stream.row_order import Address
 from lance_ray_stream.table import describe_table, native_error_text
 
 ROW_ID = "_rowid"
+ROW_OFFSET = "_rowoffset"
+_ADDRESS_COLUMNS: dict[Address, str] = {"row_id": ROW_ID, "offset": ROW_OFFSET}
 _ATTEMPTS = 4
 _FIRST_WAIT_S = 0.2
 # Arrow's 32-bit offsets end at 2 GiB in one column; a larger result is read in halves.
@@ -38,14 +41,17 @@ _PASSING = (
 _T = TypeVar("_T")
 
 
-def read_rows(table: LanceTable, row_ids: np.ndarray, *, columns: tuple[str, ...] | None) -> pa.Table:
-    """The rows of ``row_ids``, in that order; ids may repeat.
+def read_rows(
+    table: LanceTable, rows: np.ndarray, *, columns: tuple[str, ...] | None, address: Address = "row_id"
+) -> pa.Table:
+    """The addressed rows, in that order; addresses may repeat.
 
     Args:
-        table: The table, checked out at the version the ids belong to.
-        row_ids: ``(n,)`` uint64.
+        table: The table, checked out at the version the addresses belong to.
+        rows: ``(n,)`` uint64: row ids, or offsets among the live rows of the version.
         columns: Columns to read, in this order; ``None`` means all, ``()`` none. ``"_rowid"`` delivers the
             row ids.
+        address: What ``rows`` are.
 
     Returns:
         ``n`` rows with the schema of :func:`delivered_schema`. Blob columns are ``large_binary``; a null blob
@@ -55,18 +61,29 @@ def read_rows(table: LanceTable, row_ids: np.ndarray, *, columns: tuple[str, ...
         MissingRowsError: The version does not deliver some of the rows.
         ReadError: The storage failed, also after retries.
     """
-    ids = np.ascontiguousarray(row_ids, dtype=np.uint64)
-    unique, inverse = _unique(ids)
-    rows = _take(table, unique, columns)
-    if inverse is not None and rows.nbytes * len(ids) > _MAX_RESULT_BYTES * len(unique):
-        del rows
-        half = len(ids) // 2
-        return pa.concat_tables([read_rows(table, part, columns=columns) for part in (ids[:half], ids[half:])])
-    order = _order(table, rows, unique, inverse)
-    rows = rows.drop_columns([ROW_ID])
-    if order is not None and rows.num_columns:
-        rows = rows.take(pa.array(order))
-    return _finish(table, rows, ids, columns)
+    wanted = np.ascontiguousarray(rows, dtype=np.uint64)
+    unique, inverse = _unique(wanted)
+    taken = _take(table, unique, columns, address)
+    if inverse is not None and taken.nbytes * len(wanted) > _MAX_RESULT_BYTES * len(unique):
+        del taken
+        half = len(wanted) // 2
+        parts = [read_rows(table, part, columns=columns, address=address) for part in (wanted[:half], wanted[half:])]
+        return pa.concat_tables(parts)
+    order = _order(table, taken, unique, inverse, address)
+    taken = taken.drop_columns([_ADDRESS_COLUMNS[address]])
+    if order is not None and taken.num_columns:
+        taken = taken.take(pa.array(order))
+    row_ids = wanted
+    if ROW_ID in taken.column_names:
+        row_ids = taken[ROW_ID].to_numpy()
+        taken = taken.drop_columns([ROW_ID])
+    return _finish(table, taken, row_ids, columns)
+
+
+def resolve_offsets(table: LanceTable, offsets: np.ndarray) -> np.ndarray:
+    """The row ids of the rows at these offsets among the live rows: uint64, same shape ``(n,)``."""
+    row_ids: np.ndarray = read_rows(table, offsets, columns=(ROW_ID,), address="offset")[ROW_ID].to_numpy()
+    return row_ids
 
 
 def delivered_schema(table: LanceTable, columns: tuple[str, ...] | None) -> pa.Schema:
@@ -87,34 +104,40 @@ def _unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     return unique, inverse
 
 
-def _take(table: LanceTable, unique: np.ndarray, columns: tuple[str, ...] | None) -> pa.Table:
-    """The rows in whatever order lancedb likes, with their row ids in the last column."""
+def _take(table: LanceTable, unique: np.ndarray, columns: tuple[str, ...] | None, address: Address) -> pa.Table:
+    """The rows in whatever order lancedb likes, with their addresses, and row ids where they are needed."""
+    names = None if columns is None else [name for name in columns if name != ROW_ID]
 
     def take() -> pa.Table:
-        query = table.take_row_ids(unique.tolist()).with_row_id()
-        if columns is not None:
-            query = query.select([name for name in columns if name != ROW_ID])
-        return query.to_arrow()
+        if address == "row_id":
+            query = table.take_row_ids(unique.tolist()).with_row_id()
+            return (query if names is None else query.select(names)).to_arrow()
+        query = table.take_offsets(unique.tolist())
+        if (columns is not None and ROW_ID in columns) or row_addressable_blob_v2_paths(table.schema):
+            query = query.with_row_id()
+        return query.select([*(table.schema.names if names is None else names), ROW_OFFSET]).to_arrow()
 
     return _with_retries(table, take)
 
 
-def _order(table: LanceTable, rows: pa.Table, unique: np.ndarray, inverse: np.ndarray | None) -> np.ndarray | None:
-    """Where in ``rows`` each asked row is; ``None`` if they are in order already."""
-    found = rows[ROW_ID].to_numpy()
+def _order(
+    table: LanceTable, taken: pa.Table, unique: np.ndarray, inverse: np.ndarray | None, address: Address
+) -> np.ndarray | None:
+    """Where in ``taken`` each asked row is; ``None`` if they are in order already."""
+    found = taken[_ADDRESS_COLUMNS[address]].to_numpy()
     if np.array_equal(found, unique):
         return inverse
     # With stable row ids, storage order is not the order of the ids.
-    by_id = np.argsort(found, kind="stable")
-    if not np.array_equal(found[by_id], unique):
+    by_address = np.argsort(found, kind="stable")
+    if not np.array_equal(found[by_address], unique):
         missing = np.setdiff1d(unique, found)
         some = ", ".join(map(str, missing[:5].tolist())) + (", ..." if len(missing) > 5 else "")
         raise MissingRowsError(
             f"{describe_table(table)} delivers only {len(found)} of the {len(unique)} rows that were asked "
-            f"for by row id; missing: {some}. The row ids are not of this version, or its data was changed "
-            "in place"
+            f"for by {address.replace('_', ' ')}; missing: {some}. These rows are not of this version, or its data was "
+            "changed in place"
         )
-    return by_id if inverse is None else by_id[inverse]
+    return by_address if inverse is None else by_address[inverse]
 
 
 def _finish(table: LanceTable, rows: pa.Table, ids: np.ndarray, columns: tuple[str, ...] | None) -> pa.Table:

@@ -20,7 +20,7 @@ from lance_ray_stream.layout import check_int
 from lance_ray_stream.reader import ROW_ID, delivered_schema
 from lance_ray_stream.table import TableRef, describe_table, native_error_text
 
-SHUFFLE_ALGORITHMS = ("lancedb",)
+SHUFFLE_ALGORITHMS = ("lancedb", "indexed")
 # lancedb takes 64 bits for seed + epoch * 100003; the upper half is left for the epochs.
 MAX_SHUFFLE_SEED = 2**63 - 1
 _MAX_CLUMP_ROWS = 2**32
@@ -145,6 +145,12 @@ def plan_key(spec: StreamSpec) -> str:
         "filter": spec.filter,
         "shuffle_algorithm": spec.shuffle_algorithm,
     }
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def filter_key(spec: StreamSpec) -> str:
+    """A digest of what determines which rows pass the filter."""
+    parts = [spec.table.identity(), spec.table.version, spec.filter]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

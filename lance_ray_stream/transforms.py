@@ -36,8 +36,9 @@ def stream_of(dataset: object) -> StreamDatasource:
         return source
     if not isinstance(dataset, Dataset):
         raise InvalidArgumentError(f"Expected a ray.data.Dataset made by read_stream(), got {type(dataset).__name__}.")
+    operators = ", ".join(operator.name for operator in ray_internals.operators(dataset))
     raise InvalidArgumentError(
-        f"The dataset does not come from read_stream() alone: {dataset!r}. A materialized, united or joined "
+        f"The dataset does not come from read_stream() alone, but from {operators}. A materialized, united or joined "
         "dataset has lost its plan; pass the dataset that read_stream() and its row-wise transforms return."
     )
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from lancedb.table import LanceTable
 
+from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.errors import MissingRowsError
-from lance_ray_stream.plan import EpochPlan, build_plan
+from lance_ray_stream.plan import build_plan
 from lance_ray_stream.position import Window, windows
+from lance_ray_stream.row_order import PlannedRows
 from lance_ray_stream.spec import make_spec
 from lance_ray_stream.window_reader import read_window
 from tests.tables import ids_of, make_rows, make_table
@@ -59,7 +61,7 @@ def test_g1_windows_are_the_order_of_delivery(table, plan, start, num_workers) -
         read_window(
             table,
             cut,
-            [plan.row_ids(split) for split in splits],
+            PlannedRows([plan.row_ids(split) for split in splits]),
             position,
             columns=("id",),
             num_workers=num_workers,
@@ -74,7 +76,7 @@ def test_g1_windows_are_the_order_of_delivery(table, plan, start, num_workers) -
 def test_a_window_can_be_cut_short(table, plan, num_workers) -> None:
     """G6: where the epoch is cut for all ranks, the last window has fewer rows than its cycles hold."""
     splits, position = range(NUM_SPLITS), np.zeros(NUM_SPLITS, dtype=np.int64)
-    row_ids = [plan.row_ids(split) for split in splits]
+    row_ids = PlannedRows([plan.row_ids(split) for split in splits])
     for num_rows in (1, 3, 8, 13, 16):
         window = Window(5, 7, num_rows)
         rows = read_window(table, window, row_ids, position, columns=("id",), num_workers=num_workers)
@@ -84,7 +86,7 @@ def test_a_window_can_be_cut_short(table, plan, num_workers) -> None:
 def test_c02_read_again_it_is_the_same_table(table, plan) -> None:
     """A retried task gives the same blocks: same rows, same columns, one chunk layout for every number of workers."""
     splits, position = range(4), np.array([1, 1, 0, 0])
-    row_ids = [plan.row_ids(split) for split in splits]
+    row_ids = PlannedRows([plan.row_ids(split) for split in splits])
     wanted = due(table, plan, [1, 1, 0, 0], splits)[:26]
     columns = ("vector", "id", "_rowid", "text", "label")
     tables = [
@@ -102,7 +104,7 @@ def test_c02_read_again_it_is_the_same_table(table, plan) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_all_columns_and_no_columns(table, plan, num_workers) -> None:
-    row_ids = [plan.row_ids(split) for split in range(2)]
+    row_ids = PlannedRows([plan.row_ids(split) for split in range(2)])
     position = np.zeros(2, dtype=np.int64)
     window = Window(0, 3, 6)
     everything = read_window(table, window, row_ids, position, columns=None, num_workers=num_workers)
@@ -115,7 +117,7 @@ def test_all_columns_and_no_columns(table, plan, num_workers) -> None:
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_g5_a_row_that_is_missing_is_an_error_from_every_worker(table, num_workers) -> None:
     """G5: never a short window."""
-    row_ids = [np.array([0, 1], dtype=np.uint64), np.array([2, 2**40], dtype=np.uint64)]
+    row_ids = PlannedRows([np.array([0, 1], dtype=np.uint64), np.array([2, 2**40], dtype=np.uint64)])
     with pytest.raises(MissingRowsError):
         read_window(
             table,

@@ -9,9 +9,9 @@ import numpy as np
 
 from lance_ray_stream.cli.output import show, write_csv, write_json, write_table
 from lance_ray_stream.cli.stream import Stream, plan_of, stream_of
+from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.errors import InvalidArgumentError
 from lance_ray_stream.layout import SplitLayout
-from lance_ray_stream.plan import EpochPlan
 from lance_ray_stream.reader import read_rows
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lance_ray_stream.cli.saved import read_state, show_shuffle, show_table
+from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.errors import (
     InvalidArgumentError,
     NotEnoughRowsError,
@@ -15,7 +16,7 @@ from lance_ray_stream.errors import (
     StateMismatchError,
     UnsupportedColumnError,
 )
-from lance_ray_stream.plan import EpochPlan, build_plan
+from lance_ray_stream.plan import build_plan
 from lance_ray_stream.spec import StreamSpec, make_spec
 from lance_ray_stream.state import StreamState
 from lance_ray_stream.table import TableRef
@@ -127,7 +128,6 @@ def check_fit(spec: StreamSpec, saved: StreamState, *, epoch: int, strict: bool)
     Raises:
         StateMismatchError: if the state is one of another stream, or lies beyond the end of its epoch.
     """
-    from lance_ray_stream.planner import PublishedPlan
     from lance_ray_stream.provenance import adopt, check_against_plan
 
     # Which columns are read is no question here: no order depends on it.
@@ -135,16 +135,8 @@ def check_fit(spec: StreamSpec, saved: StreamState, *, epoch: int, strict: bool)
     adopt(replace(spec, columns=None if columns is None else tuple(columns)), saved, strict=strict)
     plan = build_plan(spec, epoch)
     saved_in = plan if epoch == saved.epoch else build_plan(spec, saved.epoch)
-    published = PublishedPlan(
-        epoch=saved_in.epoch,
-        num_splits=saved_in.num_splits,
-        rows=saved_in.rows,
-        rows_per_split=saved_in.rows_per_split,
-        fingerprint=saved_in.fingerprint,
-        row_ids=(),
-    )
     try:
-        check_against_plan(saved, published)
+        check_against_plan(saved, saved_in)
     except StateError as error:
         raise StateMismatchError(str(error)) from None
     return plan

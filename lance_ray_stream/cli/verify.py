@@ -20,9 +20,10 @@ from lance_ray_stream.cli import one_line
 from lance_ray_stream.cli.output import show
 from lance_ray_stream.cli.saved import show_position
 from lance_ray_stream.cli.stream import Stream, check_fit, stream_of
+from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.errors import InvalidArgumentError, ReadError, StateMismatchError
 from lance_ray_stream.layout import SplitLayout, check_int
-from lance_ray_stream.plan import EpochPlan, build_plan
+from lance_ray_stream.plan import build_plan
 from lance_ray_stream.position import is_cycle_boundary, num_batches
 from lance_ray_stream.reader import ROW_ID, read_rows
 from lance_ray_stream.table import native_error_text

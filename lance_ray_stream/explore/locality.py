@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.layout import IntArray
-from lance_ray_stream.plan import EpochPlan
 
 RowIds = npt.NDArray[np.uint64]
 

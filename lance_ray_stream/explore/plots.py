@@ -11,11 +11,11 @@ from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.errors import InvalidArgumentError
 from lance_ray_stream.explore import style, tables
 from lance_ray_stream.explore.locality import storage_positions
 from lance_ray_stream.layout import IntArray, SplitLayout, check_int
-from lance_ray_stream.plan import EpochPlan
 
 # Panels of the same kind that are still legible beside each other.
 _MAX_PANELS = 6

@@ -11,11 +11,12 @@ from lancedb.table import LanceTable, Table
 from ray.data import Dataset
 
 from lance_ray_stream.datasource import max_window_rows
+from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.errors import InvalidArgumentError, NotEnoughRowsError
 from lance_ray_stream.explore.locality import count_ranges, count_touched_bytes
 from lance_ray_stream.feed import FIRST_WINDOW_ROWS
 from lance_ray_stream.layout import SplitLayout, check_int
-from lance_ray_stream.plan import EpochPlan, build_plan
+from lance_ray_stream.plan import build_plan
 from lance_ray_stream.position import windows
 from lance_ray_stream.reader import read_rows
 from lance_ray_stream.spec import make_spec
