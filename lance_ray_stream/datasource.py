@@ -20,8 +20,8 @@ from lance_ray_stream.spec import StreamSpec
 from lance_ray_stream.window_reader import read_window
 
 # Wider reads are faster until a window is this many rows or bytes; measured, see docs/performance.md.
-MAX_WINDOW_ROWS = 65_536
-MAX_WINDOW_BYTES = 32 * 1024 * 1024
+MAX_WINDOW_ROWS = 131_072
+MAX_WINDOW_BYTES = 64 * 1024 * 1024
 
 Columns = tuple[str, ...] | None
 
