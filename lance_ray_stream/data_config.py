@@ -70,12 +70,13 @@ class StreamDataConfig(DataConfig):
         check_int("world_size", world_size, minimum=1)
         streams = {name: dataset for name, dataset in datasets.items() if contains_stream(dataset)}
         others = {name: dataset for name, dataset in datasets.items() if name not in streams}
+        # Streams first: what is illegal is refused before anything is started or made per rank.
+        iterators = {name: self.iterators(name, dataset, world_size, planner=None) for name, dataset in streams.items()}
         output: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
         if others:
             output = super().configure(others, world_size, worker_handles, worker_node_ids, **kwargs)
-        for name, dataset in streams.items():
-            iterators = self.iterators(name, dataset, world_size, planner=None)
-            for shards, iterator in zip(output, iterators, strict=True):
+        for name, of_ranks in iterators.items():
+            for shards, iterator in zip(output, of_ranks, strict=True):
                 shards[name] = iterator
         return output
 
