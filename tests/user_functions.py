@@ -1,11 +1,14 @@
-"""Functions and classes that users give to ``map`` and ``map_batches``; workers import them from here."""
+"""Functions and classes that users give to ``map``, ``map_batches`` and ``TableRef``; workers import them from here."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 
+import lancedb
 import numpy as np
 import pyarrow as pa
+from lancedb.table import LanceTable
 
 
 def double(batch):
@@ -112,3 +115,13 @@ def fail(batch):
 class Failing:
     def __call__(self, batch):
         fail(batch)
+
+
+def open_with_key(name: str) -> LanceTable:
+    """A connection factory: the way in comes from the environment, and so does the key, which its error quotes."""
+    key = os.environ.get("LRS_TEST_API_KEY")
+    if key is None or "LRS_TEST_REFUSED" in os.environ:
+        raise PermissionError(f"the key {key} was refused")
+    table = lancedb.connect(os.environ["LRS_TEST_PLACE"]).open_table(name)
+    assert isinstance(table, LanceTable)
+    return table
