@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lance_ray_stream.errors import InvalidArgumentError
 
@@ -37,7 +37,7 @@ examples:
 """
 _VERIFY = """\
 Runs the guarantees on your own table and ends with a verdict:
-  lancedb  the order is that of lancedb.streaming.StreamingDataset, row for row
+  lancedb  the order is that of lancedb.streaming.StreamingDataset, row for row (not of another --algorithm)
   rows     the table's version delivers the rows of the sampled steps
   batches  every world size and number of reader workers reads the same global batches
   resume   saved after the sampled steps, a run goes on exactly, on every world size
@@ -91,11 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_command(
-    commands: argparse._SubParsersAction[_Parser], name: str, summary: str, text: str
-) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, summary: str, text: str) -> argparse.ArgumentParser:
     description, _, examples = text.partition("\nexamples:\n")
-    command = commands.add_parser(
+    command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
         description=description,
@@ -200,6 +198,7 @@ def _add_stream(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=int, metavar="N", help="shuffle_seed (default: 0)")
     command.add_argument("--no-shuffle", action="store_true", help="rows in storage order")
     command.add_argument("--clump-size", type=int, metavar="N", help="shuffle_clump_size (default: single rows)")
+    command.add_argument("--algorithm", metavar="NAME", help='shuffle_algorithm (default: "lancedb")')
     command.add_argument("--filter", metavar="SQL", help="only the rows that pass this condition")
     command.add_argument("--state", metavar="FILE", help="take all of the above, and the version, from this state")
 

@@ -58,8 +58,9 @@ def show_table(identity: object) -> str:
     return f"{path} in {identity['uri']}"
 
 
-def show_shuffle(shuffle: object, seed: object, clump_size: object) -> str:
+def show_shuffle(shuffle: object, seed: object, clump_size: object, algorithm: object) -> str:
     """How rows are shuffled."""
     if not shuffle:
         return "none, storage order"
-    return f"seed {seed}" + ("" if clump_size is None else f", in clumps of {clump_size}")
+    clumps = "" if clump_size is None else f", in clumps of {clump_size}"
+    return f"seed {seed}{clumps}" + ("" if algorithm == "lancedb" else f", by {algorithm!r}")

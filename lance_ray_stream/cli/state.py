@@ -59,7 +59,9 @@ def _facts(saved: StreamState, global_batch_size: int | None) -> dict[str, objec
         "version": str(known["version"]),
         "filter": known["filter"],
         "columns": "all" if known["columns"] is None else known["columns"],
-        "shuffle": show_shuffle(known["shuffle"], saved.shuffle_seed, known["shuffle_clump_size"]),
+        "shuffle": show_shuffle(
+            known["shuffle"], saved.shuffle_seed, known["shuffle_clump_size"], known["shuffle_algorithm"]
+        ),
         "rows": known["rows"],
         "fingerprint": known["fingerprint"],
         "saved with": ", ".join(f"{name} {version}" for name, version in known.get("packages", {}).items()),

@@ -23,7 +23,7 @@ from lance_ray_stream.table import TableRef
 
 # Flags whose values a state knows: always, and if it is one of this package.
 _ALWAYS_IN_STATE = ("num_splits", "seed")
-_IN_OWN_STATE = ("version", "tag", "no_shuffle", "clump_size", "filter")
+_IN_OWN_STATE = ("version", "tag", "no_shuffle", "clump_size", "algorithm", "filter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Stream:
             "table": show_table(ref),
             "version": str(spec.table.version),
             "filter": spec.filter,
-            "shuffle": show_shuffle(spec.shuffle, spec.shuffle_seed, spec.shuffle_clump_size),
+            "shuffle": show_shuffle(spec.shuffle, spec.shuffle_seed, spec.shuffle_clump_size, spec.shuffle_algorithm),
             "epoch": str(plan.epoch),
             "num_splits": plan.num_splits,
             "rows": plan.rows,
@@ -70,6 +70,7 @@ class Stream:
             "shuffle": spec.shuffle,
             "shuffle_seed": spec.shuffle_seed,
             "shuffle_clump_size": spec.shuffle_clump_size,
+            "shuffle_algorithm": spec.shuffle_algorithm,
             "epoch": plan.epoch,
             "num_splits": plan.num_splits,
             "rows": plan.rows,
@@ -107,6 +108,7 @@ def stream_of(arguments: Namespace) -> Stream:
         shuffle_clump_size=arguments.clump_size,
         columns=arguments.columns,
         filter=arguments.filter,
+        shuffle_algorithm=arguments.algorithm or "lancedb",
     )
     return Stream(spec=spec, epoch=epoch, saved=saved)
 
@@ -154,9 +156,9 @@ def fit_of(
     ref = TableRef(uri, table, storage_options=storage_options)
     try:
         spec = _spec_of_state(ref, saved, columns=None)
+        check_fit(spec, saved, epoch=saved.epoch, strict=strict)
     except (NotEnoughRowsError, InvalidArgumentError, UnsupportedColumnError) as error:
         raise StateMismatchError(f"The state does not fit the table: {error}") from None
-    check_fit(spec, saved, epoch=saved.epoch, strict=strict)
     return Stream(spec=spec, epoch=saved.epoch, saved=saved)
 
 
