@@ -99,8 +99,7 @@ class TensorCollate(ArrowBatchCollateFn):
         unknown = [name for name in self._dtypes if name not in schema.names]
         if unknown:
             raise InvalidArgumentError(
-                f"dtypes names the columns {unknown}, which the batches do not have. "
-                f"Their columns are {schema.names}."
+                f"dtypes names the columns {unknown}, which the batches do not have. Their columns are {schema.names}."
             )
         check_columns(schema)
 
@@ -132,8 +131,7 @@ def check_columns(schema: pa.Schema) -> None:
     unsupported = [field for field in schema if _form_of(field.type) is None]
     if unsupported:
         lines = [
-            f"  {field.name!r} ({textwrap.shorten(str(field.type), 200)}): {_hint(field.type)}"
-            for field in unsupported
+            f"  {field.name!r} ({textwrap.shorten(str(field.type), 200)}): {_hint(field.type)}" for field in unsupported
         ]
         raise UnsupportedColumnError(
             "These columns cannot become torch tensors:\n" + "\n".join(lines) + "\n" + _WAYS_OUT
@@ -208,9 +206,7 @@ def _jagged(arrays: list[pa.Array], form: _Form, dtype: torch.dtype) -> torch.Te
         return torch.nested.nested_tensor_from_jagged(values, offsets)
     # The extreme lengths are cheap here; asked for later, on an accelerator, they would stall it.
     shortest, longest = offsets.diff().aminmax()
-    return torch.nested.nested_tensor_from_jagged(
-        values, offsets, min_seqlen=int(shortest), max_seqlen=int(longest)
-    )
+    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=int(shortest), max_seqlen=int(longest))
 
 
 def _borrow(values: pa.Array) -> torch.Tensor:
@@ -222,9 +218,7 @@ def _borrow(values: pa.Array) -> torch.Tensor:
     if pa.types.is_boolean(values.type):  # bits to bytes
         return _borrow(values.cast(pa.uint8())).view(torch.bool)
     if values.null_count:
-        values = pa.Array.from_buffers(
-            values.type, len(values), [None, values.buffers()[1]], offset=values.offset
-        )
+        values = pa.Array.from_buffers(values.type, len(values), [None, values.buffers()[1]], offset=values.offset)
     return torch.utils.dlpack.from_dlpack(values)
 
 
