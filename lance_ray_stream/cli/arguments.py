@@ -140,7 +140,10 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
         "--global-batch-size", type=int, metavar="G", help="rows of a step (default: for about 32 steps an epoch)"
     )
     command.add_argument(
-        "--world-sizes", type=_integers, metavar="W,...", help="numbers of ranks (default: the legal ones up to 8)"
+        "--world-sizes",
+        type=_integers,
+        metavar="W,...",
+        help="numbers of ranks (default: three of the legal ones up to 8)",
     )
     command.add_argument(
         "--num-workers", type=_integers, default=[1], metavar="K,...", help="numbers of reader workers (default: 1)"

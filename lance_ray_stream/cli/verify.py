@@ -112,7 +112,8 @@ def _trial(stream: Stream, plan: EpochPlan, arguments: Namespace) -> Trial:
     size = arguments.global_batch_size
     if size is None:
         size = -(-plan.rows_per_split // _NUM_STEPS) * plan.num_splits
-    world_sizes = arguments.world_sizes or layout.world_sizes(up_to=_MAX_WORLD_SIZE)
+    legal = layout.world_sizes(up_to=_MAX_WORLD_SIZE)
+    world_sizes = arguments.world_sizes or [legal[0], legal[len(legal) // 2], legal[-1]]
     for world_size in world_sizes:
         layout.check(world_size, global_batch_size=size)
     num_steps = num_batches(plan.num_splits * plan.rows_per_split, size, drop_last=False)
