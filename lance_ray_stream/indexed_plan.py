@@ -43,7 +43,7 @@ def indexed_plan(spec: StreamSpec, epoch: int, passing: Addresses | None) -> Epo
     """The plan of one epoch, given what :func:`passing_rows` returned."""
     order = indexed_order(spec, epoch, spec.total_rows if passing is None else len(passing))
     return EpochPlan(
-        epoch=epoch,
+        epoch=order.epoch,
         num_splits=order.num_splits,
         rows=order.num_rows,
         rows_per_split=order.rows_per_split,
@@ -64,10 +64,13 @@ def passing_rows(spec: StreamSpec) -> Addresses | None:
     table = spec.table.open()
     try:
         query = table.search().where(spec.filter).select([ROW_ID, ROW_OFFSET])
-        found = pa.Table.from_batches(query.to_batches(_SCAN_ROWS))
+        batches = list(query.to_batches(_SCAN_ROWS))
     except Exception as error:
         message = native_error_text(table, error)
     else:
+        if not batches:
+            return np.empty(0, dtype=np.uint64)
+        found = pa.Table.from_batches(batches)
         # A scan promises no order; storage order makes the stream the same wherever it is planned.
         in_storage = np.argsort(found[ROW_OFFSET].to_numpy(), kind="stable")
         row_ids: Addresses = found[ROW_ID].to_numpy()[in_storage].astype(np.uint64, copy=False)

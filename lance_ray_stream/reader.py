@@ -70,9 +70,10 @@ def read_rows(
         parts = [read_rows(table, part, columns=columns, address=address) for part in (wanted[:half], wanted[half:])]
         return pa.concat_tables(parts)
     order = _order(table, taken, unique, inverse, address)
-    taken = taken.drop_columns([_ADDRESS_COLUMNS[address]])
-    if order is not None and taken.num_columns:
+    if order is not None:
+        # With the addresses still in it: a table without columns cannot be put in order, nor repeat a row.
         taken = taken.take(pa.array(order))
+    taken = taken.drop_columns([_ADDRESS_COLUMNS[address]])
     row_ids = wanted
     if ROW_ID in taken.column_names:
         row_ids = taken[ROW_ID].to_numpy()
