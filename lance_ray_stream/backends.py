@@ -20,7 +20,6 @@ from lance_ray_stream.planner import LocalPlanner, PublishedPlan
 from lance_ray_stream.position import num_batches, rows_of_window, windows
 from lance_ray_stream.progress import Progress
 from lance_ray_stream.reader import ROW_ID, read_rows
-from lance_ray_stream.row_order import PlannedRows
 from lance_ray_stream.spec import StreamSpec
 from lance_ray_stream.transforms import stream_of
 from lance_ray_stream.window_reader import read_window
@@ -237,7 +236,7 @@ class PlanBackend:
                 yield read_window(
                     self.spec.table.open(),
                     window,
-                    PlannedRows([plan.row_ids(split) for split in splits]),
+                    plan.order.part(splits),
                     start,
                     columns=(self.key,),
                     num_workers=num_workers,

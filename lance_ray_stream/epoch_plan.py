@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,8 @@ from lance_ray_stream.layout import IntArray, SplitLayout, check_int
 from lance_ray_stream.reader import resolve_offsets
 from lance_ray_stream.row_order import Addresses, PlannedRows, RowOrder
 from lance_ray_stream.table import TableRef
+
+_LOOKUP_ROWS = 131_072
 
 
 class PlannedEpoch(Protocol):
@@ -66,7 +69,9 @@ class EpochPlan:
         """All row ids, ``(S, L)`` uint64, read-only: 8 bytes per row."""
         if isinstance(self.order, PlannedRows) and isinstance(self.order.ids, np.ndarray):
             return _read_only(self.order.ids)
-        return _read_only(np.stack([self.row_ids(split) for split in range(self.num_splits)]))
+        places = np.arange(self.num_splits * self.rows_per_split)
+        parts = [self._row_ids_at(*np.divmod(part, self.rows_per_split)) for part in _runs(places)]
+        return _read_only(np.concatenate(parts).reshape(self.num_splits, self.rows_per_split))
 
     def row_ids(self, split: int) -> Addresses:
         """Row ids of one split in order, ``(L,)`` uint64, read-only.
@@ -124,6 +129,11 @@ class EpochPlan:
             "first row ids of split 0": ", ".join(map(str, (self.row_ids(0) if first is None else first).tolist())),
         }
         return facts_html(f"EpochPlan of epoch {self.epoch}", facts)
+
+
+def _runs(places: IntArray) -> Iterator[IntArray]:
+    """``places`` in parts that are not too large to look up at once."""
+    return (places[start : start + _LOOKUP_ROWS] for start in range(0, len(places), _LOOKUP_ROWS))
 
 
 def _read_only(array: Addresses) -> Addresses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -27,6 +27,10 @@ class RowOrder(Protocol):
 
     def at(self, split: IntArray, index: IntArray) -> Addresses:
         """The addresses of the rows at these places: three arrays of one shape (rows,)."""
+        ...
+
+    def part(self, splits: range) -> RowOrder:
+        """The order of some of these splits, contiguous ones."""
         ...
 
 
@@ -54,6 +58,10 @@ class PlannedRows:
         rows: Addresses = np.stack([ids[first:last] for ids in self.ids])[split, index - first]
         return rows
 
+    def part(self, splits: range) -> PlannedRows:
+        """As in :class:`RowOrder`."""
+        return PlannedRows(self.ids[splits.start : splits.stop])
+
 
 @dataclass(frozen=True)
 class ComputedRows:
@@ -78,3 +86,7 @@ class ComputedRows:
         """As in :class:`RowOrder`."""
         places = self.order.offsets_at(split + self.first_split, index)
         return places if self.passing is None else self.passing[places]
+
+    def part(self, splits: range) -> ComputedRows:
+        """As in :class:`RowOrder`."""
+        return replace(self, first_split=self.first_split + splits.start)
