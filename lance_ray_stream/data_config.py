@@ -9,6 +9,7 @@ from ray.actor import ActorHandle
 from ray.data import DataContext, DataIterator, Dataset, ExecutionOptions
 from ray.train import DataConfig
 
+from lance_ray_stream.errors import InvalidArgumentError
 from lance_ray_stream.feed import Feed
 from lance_ray_stream.iterator import StreamIterator
 from lance_ray_stream.layout import SplitLayout, check_int
@@ -25,6 +26,9 @@ class StreamDataConfig(DataConfig):
     Args:
         num_workers: reader workers per rank: the threads of one read task, each with a
             contiguous part of the rank's splits. The batches do not depend on it.
+        progress: rank 0 prints a line to stderr every ten seconds: epoch, step, rows per second, share of the time
+            that it waited for data.
+        ray_data_progress: show Ray Data's own progress bars and log lines too, for every rank and epoch.
         datasets_to_split: as in ``ray.train.DataConfig``, for the datasets that are not streams.
         execution_options: as in ``ray.train.DataConfig``; ``preserve_order`` is always on for streams.
         enable_shard_locality: as in ``ray.train.DataConfig``, for the datasets that are not streams.
@@ -37,6 +41,8 @@ class StreamDataConfig(DataConfig):
         self,
         *,
         num_workers: int = 1,
+        progress: bool = True,
+        ray_data_progress: bool = False,
         datasets_to_split: Literal["all"] | list[str] = "all",
         execution_options: ExecutionOptions | dict[str, ExecutionOptions] | None = None,
         enable_shard_locality: bool = True,
@@ -47,6 +53,8 @@ class StreamDataConfig(DataConfig):
             enable_shard_locality=enable_shard_locality,
         )
         self._execution_options = execution_options
+        self.progress = _check_bool("progress", progress)
+        self.ray_data_progress = _check_bool("ray_data_progress", ray_data_progress)
         self.num_workers = check_int("num_workers", num_workers, minimum=1)
 
     def __repr__(self) -> str:
@@ -98,10 +106,20 @@ class StreamDataConfig(DataConfig):
         SplitLayout(num_splits).check(world_size, self.num_workers)
         if source.spec.total_rows < num_splits:  # only possible if num_splits came from the world size
             raise not_enough_rows(repr(source.spec.table), source.spec.total_rows, num_splits, None)
-        feed = Feed(dataset=dataset, num_workers=self.num_workers, options=self._options(name))
+        feed = Feed(
+            dataset=dataset, num_workers=self.num_workers, options=self._options(name), quiet=not self.ray_data_progress
+        )
         planner = planner or PlannerActor.start()
         return [
-            StreamIterator(feed, name=name, num_splits=num_splits, rank=rank, world_size=world_size, planner=planner)
+            StreamIterator(
+                feed,
+                progress=self.progress,
+                name=name,
+                num_splits=num_splits,
+                rank=rank,
+                world_size=world_size,
+                planner=planner,
+            )
             for rank in range(world_size)
         ]
 
@@ -111,3 +129,9 @@ class StreamDataConfig(DataConfig):
         if isinstance(options, dict):
             options = options.get(name)
         return options or DataContext.get_current().execution_options
+
+
+def _check_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} must be True or False, got {value!r}.")
+    return value

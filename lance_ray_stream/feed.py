@@ -10,6 +10,7 @@ from lance_ray_stream.cursor import Cursor
 from lance_ray_stream.datasource import WindowDatasource, max_window_rows
 from lance_ray_stream.planner import PublishedPlan
 from lance_ray_stream.position import windows
+from lance_ray_stream.ray_internals import silence
 from lance_ray_stream.spec import StreamSpec
 from lance_ray_stream.transforms import rebase
 
@@ -25,11 +26,13 @@ class Feed:
         dataset: the user's dataset, with the transforms over the stream.
         num_workers: reader workers of the rank.
         options: Ray Data's options for each execution.
+        quiet: without Ray Data's own progress bars and log lines.
     """
 
     dataset: Dataset
     num_workers: int
     options: ExecutionOptions
+    quiet: bool = True
 
     def rest_of_epoch(self, spec: StreamSpec, plan: PublishedPlan, cursor: Cursor) -> Dataset:
         """The rows that ``cursor`` has not received yet, in the order of delivery, to be run by this rank."""
@@ -49,4 +52,7 @@ class Feed:
             windows=list(cuts),
             num_workers=self.num_workers,
         )
-        return rebase(self.dataset, source, world_size=cursor.world_size, options=self.options)
+        rest = rebase(self.dataset, source, world_size=cursor.world_size, options=self.options, quiet=self.quiet)
+        if self.quiet:
+            silence(rest)
+        return rest

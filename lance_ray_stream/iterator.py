@@ -12,43 +12,21 @@ import pyarrow as pa
 from ray.data import DataContext, Dataset
 from ray.data.block import BlockAccessor
 
+from lance_ray_stream.batches import StreamBatches
 from lance_ray_stream.cursor import Cursor
 from lance_ray_stream.display import facts_html, show_range
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, StreamUsageError
 from lance_ray_stream.feed import Feed
+from lance_ray_stream.insight import Insight, summarize
 from lance_ray_stream.layout import SplitLayout, check_int
 from lance_ray_stream.planner import Planner
 from lance_ray_stream.position import num_batches
 from lance_ray_stream.progress import Progress
-from lance_ray_stream.ray_internals import HookedDataIterator, static_schema
+from lance_ray_stream.ray_internals import HookedDataIterator, operator_seconds, static_schema
 from lance_ray_stream.transforms import stream_of
 
 # Rows that iter_rows() fetches at a time.
 _ROWS_AT_ONCE = 1_024
-
-
-class StreamBatches:
-    """The batches of what is left of an epoch; each ``iter()`` goes on from where the stream stands.
-
-    ``len()`` is the number of batches that the next iteration delivers, the same on every rank.
-    """
-
-    def __init__(
-        self, stream: StreamIterator, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]
-    ) -> None:
-        self._stream = stream
-        self._batch_size = batch_size
-        self._drop_last = drop_last
-        self._start = start
-
-    def __len__(self) -> int:
-        return self._stream._num_batches(self._batch_size, self._drop_last)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._stream._run(self._batch_size, self._drop_last, self._start)
-
-    def __repr__(self) -> str:
-        return f"StreamBatches(batch_size={self._batch_size}, drop_last={self._drop_last}, {self._stream!r})"
 
 
 class StreamIterator(HookedDataIterator):
@@ -62,7 +40,17 @@ class StreamIterator(HookedDataIterator):
     from there. Only one iteration is live at a time: a new one ends the one before.
     """
 
-    def __init__(self, feed: Feed, *, name: str, num_splits: int, rank: int, world_size: int, planner: Planner) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        *,
+        name: str,
+        num_splits: int,
+        rank: int,
+        world_size: int,
+        planner: Planner,
+        progress: bool = False,
+    ) -> None:
         source = stream_of(feed.dataset)
         self._feed = feed
         self._name = name
@@ -71,6 +59,7 @@ class StreamIterator(HookedDataIterator):
         self._live: weakref.ref[Any] | None = None
         self._running: Dataset | None = None
         self._count_batches = True
+        self._insight = Insight(name, rank, progress=progress)
 
     def __repr__(self) -> str:
         cursor = self._cursor
@@ -310,10 +299,9 @@ class StreamIterator(HookedDataIterator):
             self._count_batches = count_batches
             return batches
 
-        return StreamBatches(self, size, drop_last, start)
-
-    def _num_batches(self, batch_size: int, drop_last: bool) -> int:
-        return num_batches(self._progress.rows_left, batch_size, drop_last)
+        return StreamBatches(
+            lambda: num_batches(self._progress.rows_left, size, drop_last), lambda: self._run(size, drop_last, start)
+        )
 
     def _run(self, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """One iteration, ending the one before it."""
@@ -328,7 +316,7 @@ class StreamIterator(HookedDataIterator):
         self._cursor.settle()
         epoch, due = self.epoch, self._progress.rows_left
         if due >= batch_size or (due and not drop_last):
-            yield from start()
+            yield from self._observed(start(), num_batches(due, batch_size, drop_last))
         expected = due - due % batch_size if drop_last else due
         if (self.epoch, self._cursor.received) != (epoch, expected):
             raise StreamUsageError(
@@ -336,6 +324,15 @@ class StreamIterator(HookedDataIterator):
                 "an operator lost or added rows. Please report this with the dataset's operators."
             )
         self._progress.jump(epoch + 1)
+
+    def _observed(self, batches: Iterable[Any], num_steps: int) -> Iterator[Any]:
+        """``batches``, measured and shown."""
+        insight = self._insight
+        meter = insight.start()
+        for step, batch in enumerate(meter.timed(iter(batches)), start=1):
+            insight.update(epoch=self.epoch, step=step, num_steps=num_steps)
+            yield batch
+        insight.update(epoch=self.epoch, step=num_steps, num_steps=num_steps, last=True)
 
     def _live_iteration(self) -> Any:
         iteration = None if self._live is None else self._live()
@@ -358,8 +355,13 @@ class StreamIterator(HookedDataIterator):
         self._running = self._feed.rest_of_epoch(self._progress.spec, plan, self._cursor)
         return self._running
 
+    def on_bytes(self, num_bytes: int) -> None:
+        """A block has arrived."""
+        self._insight.meter.bytes += num_bytes
+
     def on_receive(self, num_rows: int) -> None:
         """The trainer is about to get a batch; ``iter_rows`` counts its rows itself."""
+        self._insight.meter.rows += num_rows
         if self._count_batches:
             self._cursor.receive(num_rows)
 
@@ -376,8 +378,11 @@ class StreamIterator(HookedDataIterator):
         return self._feed.dataset.schema()
 
     def stats(self) -> str:
-        """Timing of the latest iteration, as Ray Data reports it; empty before the first one."""
-        return "" if self._running is None else self._running.stats()
+        """Rows, bytes and times of the latest iteration, and below them Ray Data's own account of it."""
+        if self._running is None:
+            return f"{self!r}: nothing has been read yet"
+        summary = summarize(self._insight.meter, operator_seconds(self._running), dropped_rows=self.dropped_rows)
+        return f"{self!r}\n{summary}\n\n{self._running.stats()}"
 
     def get_context(self) -> DataContext:
         """The Ray Data context of the iterations: the dataset's own, in order."""

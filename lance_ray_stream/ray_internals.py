@@ -9,12 +9,15 @@ module fails at import, with that sentence, where one of them has moved.
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.data import DataContext, DataIterator, Dataset, Datasource
+from ray.util.debug import log_once
 
 try:
     # The stub column by which Ray Data keeps the row count of a block that has no columns.
@@ -48,12 +51,16 @@ __all__ = [
     "LogicalOperator",
     "MapBatches",
     "Read",
+    "elastic_policy",
     "is_row_preserving",
+    "operator_seconds",
     "operators",
     "rebuild",
     "replace_operator",
+    "silence",
     "source_of",
     "static_schema",
+    "use_scaling_policy",
 ]
 
 # Operators that give one row per row, in order. MapBatches is among them because its function is checked
@@ -104,6 +111,41 @@ def static_schema(dataset: Dataset) -> Any:
     return dataset._logical_plan.dag.infer_schema()
 
 
+def operator_seconds(dataset: Dataset) -> dict[str, float]:
+    """Wall time of the tasks of each operator of the latest execution, summed, by the operator's name.
+
+    Reason: ``Dataset.stats()`` has these numbers only inside its text.
+    """
+    stats = dataset._cache.get_stats()
+    operators = [] if stats is None else stats.to_summary().operators_stats
+    return {operator.operator_name: operator.wall_time.sum for operator in operators if operator.wall_time}
+
+
+class _Quiet(logging.Filter):
+    """Keeps log lines of some datasets' executions out, unless something is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dataset_uuids: deque[str] = deque(maxlen=64)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO or not any(uuid in record.getMessage() for uuid in self.dataset_uuids)
+
+
+_quiet = _Quiet()
+
+
+def silence(dataset: Dataset) -> None:
+    """Keep Ray Data's lines at the start and end of ``dataset``'s execution out; warnings and errors stay.
+
+    Reason: no option of ``DataContext`` silences them; with a rank and an epoch each they drown the trainer's own.
+    """
+    _quiet.dataset_uuids.append(dataset._uuid)
+    logging.getLogger("ray.data._internal.execution.streaming_executor").addFilter(_quiet)
+    # Ray's advice to switch on the bars that this package switches off; it asks log_once whether to give it.
+    log_once("ray_data_progress_manager_disabled")
+
+
 class _ReceivingBatchIterator(BatchIterator):
     """Ray's batch iterator that reports the rows of each batch when it is handed to the trainer."""
 
@@ -133,6 +175,10 @@ class HookedDataIterator(DataIterator):
         """What every ``iter_*`` method iterates over; the arguments are those of ``iter_batches``."""
         raise NotImplementedError
 
+    def on_bytes(self, num_bytes: int) -> None:
+        """Called when a block of ``num_bytes`` bytes has arrived for the batches to come."""
+        raise NotImplementedError
+
     def metric_tags(self) -> dict[str, str | None]:
         """The labels ``dataset`` and ``split_index`` of Ray Data's metrics."""
         raise NotImplementedError
@@ -145,7 +191,13 @@ class HookedDataIterator(DataIterator):
     # which hides the executor that a break has to shut down.
     def _to_ref_bundle_iterator(self) -> tuple[Iterator[Any], Any, Any]:
         bundles, stats, executor = self.dataset_to_run()._execute_to_iterator()
-        return bundles, stats, executor
+
+        def counted() -> Iterator[Any]:
+            for bundle in bundles:
+                self.on_bytes(bundle.size_bytes())
+                yield bundle
+
+        return counted(), stats, executor
 
     # Reason: all of iter_batches, iter_torch_batches, iter_tf_batches, ... go through it.
     def _iter_batches(self, **kwargs: Any) -> Any:
@@ -165,3 +217,31 @@ class HookedDataIterator(DataIterator):
     # Reason: without it the metrics of all streams would count as "unknown_dataset".
     def _get_dataset_tag(self) -> dict[str, str | None]:
         return self.metric_tags()
+
+
+def elastic_policy(scaling_config: Any, choose: Callable[[int], int]) -> Any:
+    """Ray Train's elastic scaling policy, with ``choose`` between what the cluster offers and what it starts.
+
+    Reason: the policy takes any integer in the range and has no public hook. It is imported here, late, because
+    readers import this module and have no use for Ray Train.
+    """
+    from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
+
+    class ChosenWorldSizes(ElasticScalingPolicy):
+        def _count_possible_workers(self, reserved_resources: Any) -> int:
+            return choose(super()._count_possible_workers(reserved_resources))
+
+    return ChosenWorldSizes(scaling_config)
+
+
+def use_scaling_policy(trainer: Any, policy: Any) -> None:
+    """Make ``trainer.fit()`` run under ``policy``.
+
+    Reason: ``fit()`` makes the policy itself and hands it to this method.
+    """
+    run = trainer._initialize_and_run_controller
+
+    def run_with_policy(**kwargs: Any) -> Any:
+        return run(**kwargs | {"scaling_policy": policy})
+
+    trainer._initialize_and_run_controller = run_with_policy

@@ -67,7 +67,9 @@ def check_operators(dataset: Dataset, name: str) -> None:
         )
 
 
-def rebase(dataset: Dataset, source: StreamDatasource, *, world_size: int, options: ExecutionOptions) -> Dataset:
+def rebase(
+    dataset: Dataset, source: StreamDatasource, *, world_size: int, options: ExecutionOptions, quiet: bool = True
+) -> Dataset:
     """The user's transforms over ``source``, for one of ``world_size`` ranks, to be run in order.
 
     Every ``map_batches`` function is checked to give as many rows as it got; a ``concurrency`` that was
@@ -91,16 +93,17 @@ def rebase(dataset: Dataset, source: StreamDatasource, *, world_size: int, optio
             changes["compute"] = share_of(compute, world_size)
         return ray_internals.replace_operator(operator, **changes) if changes else operator
 
-    return ray_internals.rebuild(dataset, change, quiet_context(dataset.context, options))
+    return ray_internals.rebuild(dataset, change, ordered_context(dataset.context, options, quiet=quiet))
 
 
-def quiet_context(context: DataContext, options: ExecutionOptions) -> DataContext:
-    """A copy of ``context`` that keeps order, shows no bar for every rank, and raises a transform's own error."""
+def ordered_context(context: DataContext, options: ExecutionOptions, *, quiet: bool) -> DataContext:
+    """A copy of ``context`` that keeps order and raises a transform's own error; without bars if ``quiet``."""
     context = context.copy()
     context.execution_options = copy.deepcopy(options)
     context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
+    if quiet:
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
     context.raise_original_map_exception = True
     return context
 

@@ -30,6 +30,8 @@ LAYERS = {
         "provenance",
         "datasource",
         "transforms",
+        "batches",
+        "insight",
         "iterator",
         "data_config",
         "read",
