@@ -52,6 +52,7 @@ def read_stream(
         columns: what is read, in this order; all if None. ``"_rowid"`` is Lance's row id.
         filter: SQL condition; only rows that pass it are in the stream.
         shuffle_algorithm: ``"lancedb"``: row for row the order of ``lancedb.streaming.StreamingDataset``.
+            ``"indexed"``: an order that is computed, so that very large tables need no plan.
         num_cpus: CPUs of each read task, as in Ray's ``read_*`` functions.
         concurrency: read tasks that run at the same time, over all ranks, as in Ray's ``read_*`` functions.
 
@@ -62,10 +63,7 @@ def read_stream(
         UnsupportedColumnError: if a column cannot be read.
     """
     epoch = check_int("epoch", epoch, minimum=0)
-    if concurrency is not None:
-        concurrency = check_int("concurrency", concurrency, minimum=1)
-    if num_cpus is not None and not (type(num_cpus) in (int, float) and 0 <= num_cpus < math.inf):
-        raise InvalidArgumentError(f"num_cpus must be a number of CPUs of at least 0 or None, got {num_cpus!r}.")
+    _check_resources(num_cpus, concurrency)
     spec = make_spec(
         table,
         num_splits=num_splits,
@@ -84,6 +82,13 @@ def read_stream(
     options.preserve_order = True
     dataset.context.execution_options = options
     return dataset
+
+
+def _check_resources(num_cpus: float | None, concurrency: int | None) -> None:
+    if concurrency is not None:
+        check_int("concurrency", concurrency, minimum=1)
+    if num_cpus is not None and not (type(num_cpus) in (int, float) and 0 <= num_cpus < math.inf):
+        raise InvalidArgumentError(f"num_cpus must be a number of CPUs of at least 0 or None, got {num_cpus!r}.")
 
 
 def plan_epoch(dataset: Dataset, epoch: int | None = None) -> EpochPlan:
