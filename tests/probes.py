@@ -34,9 +34,7 @@ def iterator(dataset: Dataset, **topology: int) -> StreamIterator:
     return iterators(dataset, 1, **topology)[0]
 
 
-def configured(
-    dataset: Dataset, world_size: int, config: StreamDataConfig | None = None
-) -> list[StreamIterator]:
+def configured(dataset: Dataset, world_size: int, config: StreamDataConfig | None = None) -> list[StreamIterator]:
     """The iterators of all ranks as Ray Train gets them, planned by an actor."""
     shards = (config or StreamDataConfig()).configure({"train": dataset}, world_size)
     return [cast(StreamIterator, shard["train"]) for shard in shards]
