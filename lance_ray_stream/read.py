@@ -52,7 +52,7 @@ def read_stream(
         columns: what is read, in this order; all if None. ``"_rowid"`` is Lance's row id.
         filter: SQL condition; only rows that pass it are in the stream.
         shuffle_algorithm: ``"lancedb"``: row for row the order of ``lancedb.streaming.StreamingDataset``.
-            ``"indexed"``: an order that is computed, so that very large tables need no plan.
+            ``"indexed"``: computed in constant memory and planned without a scan, for very large tables.
         num_cpus: CPUs of each read task, as in Ray's ``read_*`` functions.
         concurrency: read tasks that run at the same time, over all ranks, as in Ray's ``read_*`` functions.
 
@@ -74,7 +74,10 @@ def read_stream(
         filter=filter,
         shuffle_algorithm=shuffle_algorithm,
     )
-    source = StreamDatasource(spec, epoch=epoch)
+    return _dataset_of(StreamDatasource(spec, epoch=epoch), num_cpus, concurrency)
+
+
+def _dataset_of(source: StreamDatasource, num_cpus: float | None, concurrency: int | None) -> Dataset:
     dataset: Dataset = ray.data.read_datasource(
         source, override_num_blocks=source.num_splits, num_cpus=num_cpus, concurrency=concurrency
     )

@@ -134,9 +134,7 @@ LAYOUTS: dict[str, Callable[[pa.Array], pa.Table]] = {
     "contiguous": lambda array: pa.table({"x": array}),
     "sliced": lambda array: pa.table({"x": array}).slice(3, 11),
     "slice of a slice": lambda array: pa.table({"x": array[2:]}).slice(1, 9),
-    "multi-chunk": lambda array: pa.table(
-        {"x": pa.chunked_array([array[1:6], array[9:9], array[7:], array])}
-    ),
+    "multi-chunk": lambda array: pa.table({"x": pa.chunked_array([array[1:6], array[9:9], array[7:], array])}),
     "read-only": read_only,
     "read-only, sliced": lambda array: read_only(array).slice(5, 9),
     "0 rows": lambda array: pa.table({"x": array}).slice(4, 0),
@@ -328,9 +326,7 @@ def test_types_without_a_tensor_form_are_refused(kind: str) -> None:
 
 
 def test_all_unsupported_columns_are_named_at_once() -> None:
-    schema = pa.schema(
-        {"id": pa.int64(), "caption": pa.string(), "jpeg": pa.binary(), "at": pa.timestamp("us")}
-    )
+    schema = pa.schema({"id": pa.int64(), "caption": pa.string(), "jpeg": pa.binary(), "at": pa.timestamp("us")})
     with pytest.raises(UnsupportedColumnError) as caught:
         check_columns(schema)
     text = str(caught.value)
@@ -348,9 +344,7 @@ def test_supported_schema_passes() -> None:
 
 @layouts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
-@pytest.mark.parametrize(
-    "kind", ["int8", "uint16", "bool", "float", "fixed_size_list<uint8>[5]", "nested bool"]
-)
+@pytest.mark.parametrize("kind", ["int8", "uint16", "bool", "float", "fixed_size_list<uint8>[5]", "nested bool"])
 def test_one_dtype_for_all_columns(kind: str, dtype: torch.dtype, layout: str) -> None:
     array, own, shape = DENSE[kind]
     batch = LAYOUTS[layout](array)
@@ -361,9 +355,7 @@ def test_one_dtype_for_all_columns(kind: str, dtype: torch.dtype, layout: str) -
 
 
 def test_dtypes_by_column() -> None:
-    batch = pa.table(
-        {"a": pa.array([1, 2], pa.uint16()), "b": pa.array([1, 2], pa.int8()), "c": [[1], [2, 3]]}
-    )
+    batch = pa.table({"a": pa.array([1, 2], pa.uint16()), "b": pa.array([1, 2], pa.int8()), "c": [[1], [2, 3]]})
     tensors = collate(batch, {"a": torch.int64, "c": torch.int32})
     assert {name: tensor.dtype for name, tensor in tensors.items()} == {
         "a": torch.int64,
@@ -381,9 +373,7 @@ def test_dtypes_for_an_unknown_column() -> None:
             refuse()
 
 
-@pytest.mark.parametrize(
-    "dtypes", ["float32", np.float32, {"a": "int64"}, {"a": None}, [torch.int8]], ids=str
-)
+@pytest.mark.parametrize("dtypes", ["float32", np.float32, {"a": "int64"}, {"a": None}, [torch.int8]], ids=str)
 def test_dtypes_that_are_none(dtypes: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"torch\.float32"):
         TensorCollate(dtypes)

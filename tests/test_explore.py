@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 import lance_ray_stream as lrs
 from lance_ray_stream import explore
 from lance_ray_stream.display import facts_html, table_html
+from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, MissingRowsError, NotEnoughRowsError, StateError
 from lance_ray_stream.explore.locality import count_ranges, count_touched_bytes
-from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.plan import build_plan
 from lance_ray_stream.provenance import Facts, adopt, describe
 from lance_ray_stream.spec import StreamSpec, make_spec
