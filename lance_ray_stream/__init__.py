@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lance_ray_stream.collate import TensorCollate
     from lance_ray_stream.data_config import StreamDataConfig
+    from lance_ray_stream.elastic import ElasticTorchTrainer
     from lance_ray_stream.epoch_plan import EpochPlan
     from lance_ray_stream.iterator import StreamIterator
     from lance_ray_stream.layout import SplitLayout
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lance_ray_stream.train import get_stream
 
 __all__ = [
+    "ElasticTorchTrainer",
     "EpochPlan",
     "SplitLayout",
     "StreamDataConfig",
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 # Looked up on first use: a reader process imports this package for its reader alone, and would otherwise wait
 # seconds for torch and Ray Train, which it never uses.
 _MODULES = {
+    "ElasticTorchTrainer": "elastic",
     "EpochPlan": "epoch_plan",
     "SplitLayout": "layout",
     "StreamDataConfig": "data_config",
