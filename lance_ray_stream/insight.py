@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ class Meter:
         """Share of the time that the trainer waited for data, 0 to 1."""
         return self.wait_s / self.total_s if self.total_s else 0.0
 
-    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def timed(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
         """``batches``, with the time before and after each one measured."""
         asked = time.perf_counter()
         for batch in batches:
@@ -79,20 +79,35 @@ class Insight:
         self._shown = self._published = 0.0
         self._reported = Meter()
 
-    def start(self) -> Meter:
-        """A new meter, for an iteration that begins."""
+    def observe(
+        self, batches: Iterable[Any], *, epoch: int, first_step: int, num_steps: int
+    ) -> Generator[Any, None, None]:
+        """``batches`` of one iteration, measured by a new meter and shown; closed with this generator.
+
+        Args:
+            first_step: of the epoch, from 1; later than that where the iteration goes on from a position.
+            num_steps: of the whole epoch.
+        """
         self.meter, self._reported = Meter(), Meter()
         self._shown = self._published = time.perf_counter()
-        return self.meter
-
-    def update(self, *, epoch: int, step: int, num_steps: int, last: bool = False) -> None:
-        """Publish the metrics and show the line, if it is time to or the iteration is over."""
-        now = time.perf_counter()
-        if last or now - self._published >= _METRICS_EVERY_S:
-            self._published = now
+        timed = self.meter.timed(batches)
+        try:
+            for step, batch in enumerate(timed, start=first_step):
+                now = time.perf_counter()
+                if now - self._published >= _METRICS_EVERY_S:
+                    self._published = now
+                    self._publish(epoch)
+                if now - self._shown >= _PROGRESS_EVERY_S and step < num_steps:
+                    self._shown = now
+                    self._show(epoch, step, num_steps)
+                yield batch
+            self._show(epoch, num_steps, num_steps)
+        finally:
+            timed.close()
             self._publish(epoch)
-        if self._progress and (last or now - self._shown >= _PROGRESS_EVERY_S):
-            self._shown = now
+
+    def _show(self, epoch: int, step: int, num_steps: int) -> None:
+        if self._progress:
             line = progress_line(self.name, self.meter, epoch=epoch, step=step, num_steps=num_steps)
             # As progress bars do: a logger of ours would be silent in a Ray Train worker.
             print(line, file=sys.stderr, flush=True)  # noqa: T201
@@ -108,22 +123,36 @@ class Insight:
         metrics["epoch"].set(epoch, tags=tags)
 
 
-def summarize(meter: Meter, operator_seconds: Mapping[str, float], *, dropped_rows: int) -> str:
+def summarize(
+    meter: Meter,
+    *,
+    table_rows: int,
+    rows: int,
+    num_splits: int,
+    task_seconds: Iterable[tuple[str, float]],
+    delivery_seconds: Iterable[tuple[str, float]],
+) -> str:
     """What ``stats()`` says of an iteration.
 
     Args:
-        operator_seconds: wall time of the tasks of each operator, summed. Ray Data may run a read and the
-            transforms after it as one operator, whose name then lists them.
-        dropped_rows: surplus rows that the epoch leaves out, over all ranks.
+        table_rows: of the pinned version.
+        rows: N, those that pass the filter.
+        task_seconds: of the read and of each transform, summed over tasks that ran beside each other.
+        delivery_seconds: of each stage between the arrival of blocks and the hand-over of batches, in the background.
     """
     lines = [
-        f"rows delivered: {meter.rows:,} in {meter.batches:,} batches",
-        f"surplus rows of the epoch that are dropped, over all ranks: {dropped_rows:,}",
-        f"bytes of their blocks: {meter.bytes:,}",
+        f"rows: {table_rows:,} in the table, {rows:,} after the filter, {rows // num_splits:,} in each of "
+        f"{num_splits:,} splits, {rows % num_splits:,} dropped from the epoch",
+        f"delivered to this rank: {meter.rows:,} rows in {meter.batches:,} batches, of blocks of {meter.bytes:,} bytes",
         f"waiting for data: {meter.wait_s:.2f} s ({meter.wait_share:.0%}); in the training loop: {meter.train_s:.2f} s",
-        *(f"tasks of {name}: {seconds:.2f} s" for name, seconds in operator_seconds.items()),
+        f"read and transform tasks: {_seconds(task_seconds)}",
+        f"delivery, in the background: {_seconds(delivery_seconds)}",
     ]
     return "\n".join(f"  {line}" for line in lines)
+
+
+def _seconds(parts: Iterable[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts) or "not known yet"
 
 
 def progress_line(name: str, meter: Meter, *, epoch: int, step: int, num_steps: int) -> str:

@@ -22,7 +22,7 @@ from lance_ray_stream.layout import SplitLayout, check_int
 from lance_ray_stream.planner import Planner
 from lance_ray_stream.position import num_batches
 from lance_ray_stream.progress import Progress
-from lance_ray_stream.ray_internals import HookedDataIterator, operator_seconds, static_schema
+from lance_ray_stream.ray_internals import HookedDataIterator, delivery_seconds, operator_seconds, static_schema
 from lance_ray_stream.transforms import stream_of
 
 # Rows that iter_rows() fetches at a time.
@@ -122,9 +122,19 @@ class StreamIterator(HookedDataIterator):
         return self.rows_per_split * len(self.splits)
 
     @property
+    def table_rows(self) -> int:
+        """Rows of the pinned version of the table, before the filter."""
+        return self._progress.spec.total_rows
+
+    @property
+    def rows(self) -> int:
+        """N: rows of the pinned version that pass the filter."""
+        return self._progress.rows
+
+    @property
     def dropped_rows(self) -> int:
         """Rows of the table (after the filter) that an epoch leaves out, ``N % num_splits``, over all ranks."""
-        return self._progress.rows % self.num_splits
+        return self.rows % self.num_splits
 
     def local_batch_size(self, global_batch_size: int) -> int:
         """Rows of one step on this rank.
@@ -250,6 +260,7 @@ class StreamIterator(HookedDataIterator):
         for batch in self._batches(count_batches=False, batch_size=_ROWS_AT_ONCE, batch_format="pyarrow"):
             rows: Iterator[dict[str, Any]] = BlockAccessor.for_block(batch).iter_rows(public_row_format=True)
             for row in rows:
+                self._insight.meter.rows += 1
                 self._cursor.receive(1)
                 yield row
 
@@ -316,7 +327,8 @@ class StreamIterator(HookedDataIterator):
         self._cursor.settle()
         epoch, due = self.epoch, self._progress.rows_left
         if due >= batch_size or (due and not drop_last):
-            yield from self._observed(start(), num_batches(due, batch_size, drop_last))
+            of_epoch, left = (num_batches(rows, batch_size, drop_last) for rows in (self.rows_per_epoch, due))
+            yield from self._insight.observe(start(), epoch=epoch, first_step=of_epoch - left + 1, num_steps=of_epoch)
         expected = due - due % batch_size if drop_last else due
         if (self.epoch, self._cursor.received) != (epoch, expected):
             raise StreamUsageError(
@@ -324,15 +336,6 @@ class StreamIterator(HookedDataIterator):
                 "an operator lost or added rows. Please report this with the dataset's operators."
             )
         self._progress.jump(epoch + 1)
-
-    def _observed(self, batches: Iterable[Any], num_steps: int) -> Iterator[Any]:
-        """``batches``, measured and shown."""
-        insight = self._insight
-        meter = insight.start()
-        for step, batch in enumerate(meter.timed(iter(batches)), start=1):
-            insight.update(epoch=self.epoch, step=step, num_steps=num_steps)
-            yield batch
-        insight.update(epoch=self.epoch, step=num_steps, num_steps=num_steps, last=True)
 
     def _live_iteration(self) -> Any:
         iteration = None if self._live is None else self._live()
@@ -361,8 +364,8 @@ class StreamIterator(HookedDataIterator):
 
     def on_receive(self, num_rows: int) -> None:
         """The trainer is about to get a batch; ``iter_rows`` counts its rows itself."""
-        self._insight.meter.rows += num_rows
         if self._count_batches:
+            self._insight.meter.rows += num_rows
             self._cursor.receive(num_rows)
 
     def make_batches(self, **kwargs: Any) -> StreamBatches:
@@ -381,7 +384,14 @@ class StreamIterator(HookedDataIterator):
         """Rows, bytes and times of the latest iteration, and below them Ray Data's own account of it."""
         if self._running is None:
             return f"{self!r}: nothing has been read yet"
-        summary = summarize(self._insight.meter, operator_seconds(self._running), dropped_rows=self.dropped_rows)
+        summary = summarize(
+            self._insight.meter,
+            table_rows=self.table_rows,
+            rows=self.rows,
+            num_splits=self.num_splits,
+            task_seconds=operator_seconds(self._running),
+            delivery_seconds=delivery_seconds(self._running),
+        )
         return f"{self!r}\n{summary}\n\n{self._running.stats()}"
 
     def get_context(self) -> DataContext:

@@ -28,12 +28,17 @@ class Progress:
         self.cursor = cursor
         self._planner = planner
         self._plan: PublishedPlan | None = None
+        self._filtered_rows: int | None = None  # the same in every epoch
         self._facts = self._facts_of_table()
 
     @property
     def rows(self) -> int:
         """N: rows of the table that pass the filter."""
-        return self.spec.total_rows if self.spec.filter is None else self.plan().rows
+        if self.spec.filter is None:
+            return self.spec.total_rows
+        if self._filtered_rows is None:
+            self._filtered_rows = self.plan().rows
+        return self._filtered_rows
 
     @property
     def rows_per_split(self) -> int:
@@ -74,7 +79,7 @@ class Progress:
         plan = self._planner.plan(spec, saved.epoch)
         check_against_plan(saved, plan)
         self._check_even(saved, plan.rows_per_split, strict=strict)
-        self.spec = spec
+        self.spec, self._filtered_rows = spec, plan.rows
         self.cursor.resume(saved, plan.rows_per_split)
         self._plan, self._facts = None, self._facts_of_table()
         if self.cursor.epoch == saved.epoch:

@@ -51,6 +51,7 @@ __all__ = [
     "LogicalOperator",
     "MapBatches",
     "Read",
+    "delivery_seconds",
     "elastic_policy",
     "is_row_preserving",
     "operator_seconds",
@@ -111,14 +112,42 @@ def static_schema(dataset: Dataset) -> Any:
     return dataset._logical_plan.dag.infer_schema()
 
 
-def operator_seconds(dataset: Dataset) -> dict[str, float]:
-    """Wall time of the tasks of each operator of the latest execution, summed, by the operator's name.
+def operator_seconds(dataset: Dataset) -> list[tuple[str, float]]:
+    """Name and seconds of each operator of the latest execution, the sum over its tasks so far, in order of the plan.
 
-    Reason: ``Dataset.stats()`` has these numbers only inside its text.
+    Reason: ``Dataset.stats()`` has these numbers only inside its text. Ray Data fuses operators and joins their names;
+    with ``DataContext.per_stage_map_timing`` each has its own seconds.
+    """
+    summaries, pending = [], [dataset.get_stats_summary()]
+    while pending:
+        summaries.append(pending.pop())
+        pending += summaries[-1].parents
+    seconds: list[tuple[str, float]] = []
+    for operator in (operator for summary in reversed(summaries) for operator in summary.operators_stats):
+        names = operator.operator_name.split("->")
+        if operator.stage_time and len(operator.stage_time) == len(names):
+            seconds += zip(names, (stage.sum for stage in operator.stage_time), strict=True)
+        elif operator.wall_time:
+            seconds.append((operator.operator_name, operator.wall_time.sum))
+    return seconds
+
+
+def delivery_seconds(dataset: Dataset) -> list[tuple[str, float]]:
+    """Seconds of each stage between the arrival of blocks and the hand-over of batches, in the latest execution.
+
+    Reason: Ray's batch iterator adds them to the object that the execution began with, which ``Dataset.stats()`` no
+    longer shows when the execution has made another.
     """
     stats = dataset._cache.get_stats()
-    operators = [] if stats is None else stats.to_summary().operators_stats
-    return {operator.operator_name: operator.wall_time.sum for operator in operators if operator.wall_time}
+    if stats is None:
+        return []
+    return [
+        ("fetch blocks", stats.iter_get_s.get()),
+        ("cut batches", stats.iter_next_batch_s.get()),
+        ("format", stats.iter_format_batch_s.get()),
+        ("collate", stats.iter_collate_batch_s.get()),
+        ("to device", stats.iter_finalize_batch_s.get()),
+    ]
 
 
 class _Quiet(logging.Filter):

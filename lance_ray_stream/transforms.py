@@ -105,6 +105,8 @@ def ordered_context(context: DataContext, options: ExecutionOptions, *, quiet: b
         context.enable_progress_bars = False
         context.print_on_execution_start = False
     context.raise_original_map_exception = True
+    # For stats(): the read and each transform apart, also where Ray runs them as one operator.
+    context.per_stage_map_timing = True
     return context
 
 
