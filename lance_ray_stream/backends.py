@@ -129,7 +129,7 @@ class RayBackend:
         strict: bool = True,
     ) -> list[RankRun]:
         """As :meth:`Backend.run`."""
-        config = StreamDataConfig(num_workers=topology.num_workers)
+        config = StreamDataConfig(num_workers=topology.num_workers, progress=False)
         ranks = config.iterators("train", self.dataset, topology.world_size, planner=self._planner)
         for rank in ranks:
             if state is not None:

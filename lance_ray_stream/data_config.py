@@ -26,8 +26,8 @@ class StreamDataConfig(DataConfig):
     Args:
         num_workers: reader workers per rank: the threads of one read task, each with a
             contiguous part of the rank's splits. The batches do not depend on it.
-        progress: rank 0 prints a line to stderr every ten seconds: epoch, step, rows per second, share of the time
-            that it waited for data.
+        progress: rank 0 prints a line to stderr every ten seconds, and when an iteration ends that took longer: epoch,
+            step, rows per second, share of the time that it waited for data.
         ray_data_progress: show Ray Data's own progress bars and log lines too, for every rank and epoch.
         datasets_to_split: as in ``ray.train.DataConfig``, for the datasets that are not streams.
         execution_options: as in ``ray.train.DataConfig``; ``preserve_order`` is always on for streams.

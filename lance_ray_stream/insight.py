@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ray.util.metrics import Counter, Gauge
@@ -24,7 +24,6 @@ class Meter:
         bytes: of the blocks that they came in.
         wait_s: seconds the trainer waited for a batch.
         train_s: seconds between two batches, which are the trainer's own.
-        started: of ``time.perf_counter()``.
     """
 
     rows: int = 0
@@ -32,7 +31,6 @@ class Meter:
     bytes: int = 0
     wait_s: float = 0.0
     train_s: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
 
     @property
     def total_s(self) -> float:
@@ -76,7 +74,8 @@ class Insight:
         self.rank = rank
         self.meter = Meter()
         self._progress = progress and rank == 0
-        self._shown = self._published = 0.0
+        self._shown: float | None = None
+        self._published = 0.0
         self._reported = Meter()
 
     def observe(
@@ -89,7 +88,9 @@ class Insight:
             num_steps: of the whole epoch.
         """
         self.meter, self._reported = Meter(), Meter()
-        self._shown = self._published = time.perf_counter()
+        self._published = begun = time.perf_counter()
+        # Kept from one iteration to the next: short ones share a line, or have none.
+        self._shown = begun if self._shown is None else self._shown
         timed = self.meter.timed(batches)
         try:
             for step, batch in enumerate(timed, start=first_step):
@@ -101,7 +102,10 @@ class Insight:
                     self._shown = now
                     self._show(epoch, step, num_steps)
                 yield batch
-            self._show(epoch, num_steps, num_steps)
+            now = time.perf_counter()
+            if now - min(begun, self._shown) >= _PROGRESS_EVERY_S:
+                self._shown = now
+                self._show(epoch, num_steps, num_steps)
         finally:
             timed.close()
             self._publish(epoch)
