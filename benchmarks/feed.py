@@ -55,8 +55,12 @@ class Epochs:
         self._batch = batch
         self._kind = kind
         self._options = options
-        for _ in zip(self.batches(), range(5), strict=False):  # workers started, table opened, epoch planned
-            pass
+        # Workers started, table opened, epoch planned. A whole epoch: Ray ends the reader of an iteration that is left.
+        self.rows_per_s()
+
+    def _restart(self) -> None:
+        self.stream.set_epoch(1)
+        self.stream.set_epoch(0)
 
     def batches(self) -> Iterator[Any]:
         """What is left of the present epoch."""
@@ -68,6 +72,5 @@ class Epochs:
 
     def rows_per_s(self) -> float:
         """Rows per second over the whole epoch 0, whose plan is known."""
-        self.stream.set_epoch(1)
-        self.stream.set_epoch(0)
+        self._restart()
         return common.rows_per_s(self.batches(), num_rows)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import statistics
 from functools import partial
 
 from benchmarks import common
@@ -68,11 +70,44 @@ def _plan(uri: str, splits: int) -> tuple[float, float]:
     return seconds(lambda: build_plan(spec, 0)), peak_rss_mib() - before
 
 
-def _report_indexed(args: object) -> None:
-    from lance_ray_stream.spec import SHUFFLE_ALGORITHMS
+def _report_indexed(args: argparse.Namespace) -> None:
+    """The indexed plan needs no rows, only their number: tables of a size that cannot be written here."""
+    lines = []
+    for rows in args.indexed_sizes:
+        seconds_, memory = [], []
+        for _ in range(args.repeats):
+            with common.processes(1) as alone:
+                elapsed, more = alone.apply(_plan_indexed, (rows, args.splits))
+            seconds_.append(elapsed)
+            memory.append(more)
+        lines.append((f"{rows:,}", statistics.median(seconds_), statistics.median(memory)))
+    common.print_table(
+        'Plan and rows of the first 100 steps, "indexed"',
+        ("rows", "seconds", "more memory, MiB"),
+        lines,
+    )
 
-    if "indexed" not in SHUFFLE_ALGORITHMS:
-        print('shuffle_algorithm="indexed" is skipped: this version has no such algorithm')
+
+def _plan_indexed(rows: int, splits: int) -> tuple[float, float]:
+    from dataclasses import replace
+
+    import numpy as np
+
+    from lance_ray_stream.plan import build_plan
+    from lance_ray_stream.spec import make_spec
+
+    with common.scratch() as directory:
+        common.make_table(directory, rows=splits, row_bytes=1)
+        spec = make_spec(open_table(directory), num_splits=splits, shuffle_algorithm="indexed")
+        spec = replace(spec, total_rows=rows)
+        before = peak_rss_mib()
+
+        def plan() -> None:
+            order = build_plan(spec, 0).order
+            for start in range(0, 10_000, 100):
+                order.at(np.tile(np.arange(splits), 100), np.repeat(np.arange(start, start + 100), splits))
+
+        return seconds(plan), peak_rss_mib() - before
 
 
 if __name__ == "__main__":
