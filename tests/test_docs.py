@@ -7,6 +7,8 @@ What a page may say to its test, in HTML comments that a reader does not see:
 * ``<!-- raises: NameOfError -->`` right above a block: it has to end with that error.
 * ``<!-- output -->`` between a block and a ```` ```text ```` block: what the first one prints, with ``...`` for
   what varies. Warnings and the error count as printed. A block without it has to be silent.
+* ```` ```console ```` blocks hold commands of the package after ``$ `` and what they print; under
+  ``<!-- exit: CODE -->`` if they fail.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import doctest
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,19 +29,23 @@ from typing import Any
 
 import pytest
 
+from lance_ray_stream.cli import main
+from lance_ray_stream.cli.arguments import PROGRAM
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 NEEDS_RAY = "<!-- needs: ray -->"
 PARTS = re.compile(
     r"^<!-- setup\n(?P<setup>.*?)^-->$"
+    r"|(?:^<!-- exit: (?P<exit>\d+) -->\n)?^```console\n(?P<console>.*?)^```$"
     r"|(?:^<!-- raises: (?P<raises>\w+) -->\n)?"
     r"^```python\n(?P<code>.*?)^```$"
     r"(?:\n<!-- output -->\n```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
 # What PARTS has to find: a block in another form would be left out without a word.
-MARKS = re.compile(r"^[ \t]*(?:<!-- (?:setup|raises|output)|[`~]{3,}\W*py).*$", re.MULTILINE)
+MARKS = re.compile(r"^[ \t]*(?:<!-- (?:setup|raises|output|exit)|[`~]{3,}[^\w\n]*(?:py|console)).*$", re.MULTILINE)
 LINKS = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
@@ -60,16 +67,39 @@ def blocks_of(text: str) -> list[Block]:
     assert not unread, f"not in a form that is tested: {[mark.group().strip() for mark in unread]}"
     blocks = []
     for part in parts:
-        group = "code" if part["setup"] is None else "setup"
+        group = next(name for name in ("setup", "console", "code") if part[name] is not None)
         line = text.count("\n", 0, part.start(group)) + 1
-        blocks.append(Block(code=part[group], line=line, raises=part["raises"], output=part["output"] or ""))
+        code, output = part[group], part["output"] or ""
+        if group == "console":
+            code, output = commands_of(code, exit_code=int(part["exit"] or 0))
+        blocks.append(Block(code=code, line=line, raises=part["raises"], output=output))
     return blocks
+
+
+def commands_of(console: str, *, exit_code: int) -> tuple[str, str]:
+    """The commands of a console block as Python, and all that they print."""
+    lines = console.splitlines(keepends=True)
+    commands = [shlex.split(line[2:]) for line in lines if line.startswith("$ ")]
+    assert commands, f"no command in {console!r}"
+    assert all(name == PROGRAM for name, *_ in commands), f"only {PROGRAM} is run"
+    code = "\n".join(f"run_command({argv!r}, exit_code={exit_code})" for _, *argv in commands)
+    return code, "".join(line for line in lines if not line.startswith("$ "))
+
+
+def run_command(argv: list[str], *, exit_code: int) -> None:
+    """Run a command of the package in this process; its errors are printed like the rest."""
+    with contextlib.redirect_stderr(sys.stdout):
+        try:
+            found = main(argv)
+        except SystemExit as exit:  # of --version and --help
+            found = int(exit.code or 0)
+    assert found == exit_code, f"{argv}: exit code {found} instead of {exit_code}"
 
 
 def run_page(text: str, path: str | Path) -> None:
     """Run the blocks of a page in one namespace and compare what each prints with what the page says."""
     # Not "__main__": Ray then pickles the functions of the page by value.
-    namespace: dict[str, Any] = {"__name__": "documentation_page"}
+    namespace: dict[str, Any] = {"__name__": "documentation_page", "run_command": run_command}
     for block in blocks_of(text):
         printed = run_block(block, path, namespace)
         same = doctest.OutputChecker().check_output(
@@ -145,11 +175,24 @@ x / 0
 ```text
 ZeroDivisionError: ... by zero
 ```
+```console
+$ lance-ray-stream layout 2 --format csv
+world_size,splits_per_rank,reader_workers
+1,2,"[1, 2]"
+2,1,[1]
+$ lance-ray-stream --version
+lance-ray-stream ...
+```
+<!-- exit: 2 -->
+```console
+$ lance-ray-stream layout 0
+lance-ray-stream: error: ...
+```
 """
 
 
 def test_the_runner_accepts_a_right_page() -> None:
-    assert [block.line for block in blocks_of(PAGE)] == [3, 6, 9, 17]
+    assert [block.line for block in blocks_of(PAGE)] == [3, 6, 9, 17, 24, 33]
     run_page(PAGE, "page.md")
 
 
@@ -171,6 +214,14 @@ def test_the_runner_accepts_a_right_page() -> None:
         ("```python\nx = 1\n```", "- text\n  ```python\n  x = 1\n  ```", AssertionError),
         ("<!-- output -->\n```text\n3", "<!-- output -->\n\n```text\n3", AssertionError),
         ("<!-- raises: ZeroDivisionError -->\n", "<!-- raises: ZeroDivisionError -->\n\n", AssertionError),
+        ("1,2,", "1,3,", AssertionError),
+        ("$ lance-ray-stream layout 2", "$ lance-ray-stream layout 0", AssertionError),
+        ("$ lance-ray-stream layout 2", "$ ls", AssertionError),
+        ("$ lance-ray-stream layout 2", "lance-ray-stream layout 2", AssertionError),
+        ("exit: 2", "exit: 1", AssertionError),
+        ("<!-- exit: 2 -->\n", "", AssertionError),
+        ("<!-- exit: 2 -->\n", "<!-- exit: 2 -->\n\n", AssertionError),
+        ("```console\n$ lance-ray-stream layout 2", "```console title\n$ lance-ray-stream layout 2", AssertionError),
     ],
 )
 def test_the_runner_refuses_a_broken_page(right: str, wrong: str, error: type[Exception]) -> None:

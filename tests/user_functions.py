@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 
 import lancedb
 import numpy as np
@@ -14,6 +15,14 @@ from lancedb.table import LanceTable
 def double(batch):
     batch["twice"] = batch["id"] * 2
     return batch
+
+
+SLOW_S = 0.2
+
+
+def slow(batch):
+    time.sleep(SLOW_S)
+    return double(batch)
 
 
 def in_halves(batch):
