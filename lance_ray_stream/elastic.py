@@ -55,7 +55,12 @@ class ElasticTorchTrainer(TorchTrainer):
             **kwargs,
         )
         if isinstance(scaling_config.num_workers, tuple):
-            use_scaling_policy(self, lambda: elastic_policy(scaling_config, LegalWorldSizes(sizes)))
+            most, asked = sizes[-1], scaling_config.num_workers[1]
+            if most < asked:
+                logger.warning(
+                    "At most %d workers are asked for, not %d: the streams cannot be dealt out to more.", most, asked
+                )
+            use_scaling_policy(self, lambda: elastic_policy(scaling_config, LegalWorldSizes(sizes), ask_for=most))
 
 
 class LegalWorldSizes:
