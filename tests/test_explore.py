@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 import lance_ray_stream as lrs
 from lance_ray_stream import explore
+from lance_ray_stream.datasource import MAX_WINDOW_BYTES
 from lance_ray_stream.display import facts_html, table_html
 from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, MissingRowsError, NotEnoughRowsError, StateError
@@ -227,7 +228,7 @@ def test_window_reads_by_brute_force(plans: dict[int, EpochPlan], clump: int) ->
 def test_window_reads_are_cut_like_those_of_a_run(plan: EpochPlan) -> None:
     """A small first window, and no window of more bytes than a read task takes."""
     wide = explore.window_reads(plan, row_bytes=2**20)
-    assert wide["rows"].max() == 32
+    assert wide["rows"].max() == MAX_WINDOW_BYTES // 2**20
     assert explore.window_reads(plan, row_bytes=8)["rows"].tolist() == [1000]
 
 

@@ -77,7 +77,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"filter": "text = uuid()"}, "uses uuid, whose value changes"),
     ({"filter": "NOW () > TIMESTAMP '2020-01-01'"}, "uses NOW, whose value changes"),
     ({"filter": "current_date > DATE '2020-01-01'"}, "uses current_date, whose value changes"),
-    ({"shuffle_algorithm": "random"}, "shuffle_algorithm must be one of 'lancedb', got 'random'"),
+    ({"shuffle_algorithm": "random"}, "shuffle_algorithm must be one of 'lancedb', 'indexed', got 'random'"),
     ({"shuffle_algorithm": None}, "shuffle_algorithm must be one of"),
 ]
 

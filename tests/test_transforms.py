@@ -181,6 +181,7 @@ def test_operators_that_cannot_keep_rows_in_order_are_refused(dataset, operator)
     ],
     ids=["union of streams", "union with another", "zip with another"],
 )
+@pytest.mark.filterwarnings("ignore:This API is deprecated")  # Ray's, of zip
 def test_a_stream_that_is_mixed_with_other_sources_is_refused(dataset, mix):
     with pytest.raises((UnsupportedOperatorError, InvalidArgumentError), match=r"Union|Zip"):
         lrs.StreamDataConfig().configure({"train": mix(dataset)}, 2)
