@@ -107,7 +107,11 @@ class StreamDataConfig(DataConfig):
         if source.spec.total_rows < num_splits:  # only possible if num_splits came from the world size
             raise not_enough_rows(repr(source.spec.table), source.spec.total_rows, num_splits, None)
         feed = Feed(
-            dataset=dataset, num_workers=self.num_workers, options=self._options(name), quiet=not self.ray_data_progress
+            name=name,
+            dataset=dataset,
+            num_workers=self.num_workers,
+            options=self._options(name),
+            quiet=not self.ray_data_progress,
         )
         planner = planner or PlannerActor.start()
         return [

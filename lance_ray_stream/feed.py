@@ -11,6 +11,7 @@ from lance_ray_stream.datasource import WindowDatasource, max_window_rows
 from lance_ray_stream.planner import PublishedPlan
 from lance_ray_stream.position import windows
 from lance_ray_stream.ray_internals import silence
+from lance_ray_stream.resources import fit_into
 from lance_ray_stream.spec import StreamSpec
 from lance_ray_stream.transforms import rebase
 
@@ -23,12 +24,14 @@ class Feed:
     """How one rank reads.
 
     Attributes:
+        name: of the dataset in the trainer.
         dataset: the user's dataset, with the transforms over the stream.
         num_workers: reader workers of the rank.
         options: Ray Data's options for each execution.
         quiet: without Ray Data's own progress bars and log lines.
     """
 
+    name: str
     dataset: Dataset
     num_workers: int
     options: ExecutionOptions
@@ -53,6 +56,7 @@ class Feed:
             num_workers=self.num_workers,
         )
         rest = rebase(self.dataset, source, world_size=cursor.world_size, options=self.options, quiet=self.quiet)
+        rest = fit_into(rest, self.name, world_size=cursor.world_size)
         if self.quiet:
             silence(rest)
         return rest

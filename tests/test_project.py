@@ -32,6 +32,7 @@ LAYERS = {
         "transforms",
         "batches",
         "insight",
+        "resources",
         "iterator",
         "data_config",
         "read",
