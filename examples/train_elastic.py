@@ -41,8 +41,8 @@ NUM_SPLITS = 12  # works for 1, 2, 3, 4, 6 and 12 workers
 GLOBAL_BATCH_SIZE = 96
 STEPS_PER_EPOCH = 15  # 1440 rows
 EPOCHS = 4
-CHECKPOINT_EVERY = 4  # steps
-STEP_S = 0.8  # what a step would take on one worker, if this were a big model
+CHECKPOINT_EVERY = 8  # steps
+STEP_S = 1.0  # what a step would take on one worker, if this were a big model
 
 DATA = Path(__file__).resolve().parents[1] / ".data" / "digits"
 RUN = DATA.with_name("elastic_run")  # checkpoints, and what happened
@@ -144,7 +144,8 @@ def run_elastic(trainer: lrs.ElasticTorchTrainer, cluster: LocalCluster) -> None
         timeline.until(lambda event: event["step"] == 6)
         timeline.say("a spot node with three more places joins")
         spot_node = cluster.add_node(slots=3)
-        timeline.until(lambda event: event["world_size"] == 4 and event["step"] >= 30)
+        timeline.until(lambda event: event["world_size"] == 4 and event["kind"] == "checkpoint")
+        timeline.until(lambda event: event["step"] % CHECKPOINT_EVERY == 5)  # no checkpoint knows of these five steps
         timeline.say("the spot node is lost")
         cluster.remove_node(spot_node)
         write("nodes", {"kind": "kill", "step": events("rank_0")[-1]["step"], "world_size": 4})
@@ -156,7 +157,7 @@ def run_elastic(trainer: lrs.ElasticTorchTrainer, cluster: LocalCluster) -> None
 def trained_ids() -> tuple[list[int], dict[int, list[int]]]:
     """The world sizes of the run, and step -> the sorted ids that it was trained on, by its latest attempt."""
     attempts: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for path in RUN.glob("rank_*.jsonl"):
+    for path in sorted(RUN.glob("rank_*.jsonl")):  # rank 0 first, which is in every attempt: in order of time
         began = (0, 0)
         for event in events(path.stem):
             if event["kind"] in ("start", "resume"):
@@ -164,9 +165,9 @@ def trained_ids() -> tuple[list[int], dict[int, list[int]]]:
             elif event["kind"] == "step":
                 attempts.setdefault(began, defaultdict(list))[event["step"]] += event["ids"]
     latest: dict[int, list[int]] = {}
-    for began in sorted(attempts):
-        latest |= {step: sorted(ids) for step, ids in attempts[began].items()}
-    return [world_size for _, world_size in sorted(attempts)], latest
+    for steps in attempts.values():
+        latest |= {step: sorted(ids) for step, ids in steps.items()}
+    return [world_size for _, world_size in attempts], latest
 
 
 def planned_ids(dataset: ray.data.Dataset, table: Table) -> dict[int, list[int]]:
