@@ -244,6 +244,12 @@ class HookedDataIterator(DataIterator):
             **kwargs,
         )
 
+    # Reason: Ray's own cancels by force, which kills the reader processes: a run that breaks and goes on would wait
+    # seconds for new ones. Asked politely, a read task ends with its window.
+    def _on_iteration_end(self, executor: Any) -> None:
+        if executor is not None:
+            executor.shutdown(force=False)
+
     # Reason: without it the metrics of all streams would count as "unknown_dataset".
     def _get_dataset_tag(self) -> dict[str, str | None]:
         return self.metric_tags()

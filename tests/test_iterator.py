@@ -184,6 +184,22 @@ def test_data_that_is_gone_is_an_error_that_says_so(tmp_path):
 # --- position and iterations -----------------------------------------------------------------------
 
 
+def test_a_break_asks_readers_to_stop_and_kills_none(stream, monkeypatch):
+    """Killed reader processes cost the iteration after a break seconds: Ray's default would kill them."""
+    from ray.data._internal.execution.streaming_executor import StreamingExecutor
+
+    forced, shutdown = [], StreamingExecutor.shutdown
+    monkeypatch.setattr(
+        StreamingExecutor,
+        "shutdown",
+        lambda executor, force, exception=None: (forced.append(force), shutdown(executor, force, exception))[1],
+    )
+    for _ in stream.iter_batches(batch_size=8):
+        break
+    assert forced
+    assert not any(forced)
+
+
 def test_a_break_leaves_the_position_and_the_next_loop_goes_on(stream, order):
     """C11: a new iteration on the same object continues where the trainer stopped."""
     received = [i for size in (7, 16, 1, 100) for i in take(stream, 1, batch_size=size)[0]]
