@@ -29,7 +29,7 @@ from local_cluster import LocalCluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import lance_ray_stream as lrs
-from tests.train_loops import Config, _load, _save, with_twice, write_down, written
+from tests.train_loops import Config, _load, _save, _wait_until_saved, with_twice, write_down, written
 
 NUM_SPLITS = 8
 GLOBAL_BATCH_SIZE = 16
@@ -54,25 +54,28 @@ def train(config: Config) -> None:
             step += 1
             if step % 4 == 0:
                 _save(stream, step)
-            while step in (GROW_AT, SHRINK_AT) and not gate(config, step).exists():
-                time.sleep(0.05)
+            if step in (GROW_AT, SHRINK_AT):
+                wait_at(config, step, stream.rank)
 
 
-def gate(config: Config, step: int) -> Path:
-    """A file that lets the run pass a step."""
-    return Path(config["out"], f"pass_{step}")
+def wait_at(config: Config, step: int, rank: int) -> None:
+    """Wait until the run may pass a step; say so once the latest checkpoint counts, or a restart may not know of it."""
+    if rank == 0:
+        _wait_until_saved(step // 4 * 4)
+        flag(config, "at", step).touch()
+    while not flag(config, "pass", step).exists():
+        time.sleep(0.05)
+
+
+def flag(config: Config, name: str, step: int) -> Path:
+    """A file by which the run and the one who changes the nodes tell each other how far they are."""
+    return Path(config["out"], f"{name}_{step}")
 
 
 def attempts(out: Path) -> list[list[dict[str, Any]]]:
     """For each start of the workers, in order, the lines that its ranks wrote."""
     lines = [line for of_rank in written(out, "run").values() for line in of_rank]
     return [[line for line in lines if line["attempt"] == start] for start in sorted({li["attempt"] for li in lines})]
-
-
-def has(out: Path, *, attempt: int, step: int) -> bool:
-    """Whether any rank of the n-th start has received its part of a step."""
-    found = attempts(out)
-    return len(found) > attempt and any(line["step"] >= step for line in found[attempt])
 
 
 def make_trainer(config: Config) -> lrs.ElasticTorchTrainer:
@@ -107,16 +110,16 @@ def main(out: Path) -> None:
                 cluster.look_again()
                 time.sleep(0.2)
 
-        wait_for(lambda: has(out, attempt=0, step=GROW_AT - 1))
+        wait_for(flag(config, "at", GROW_AT).exists)
         cluster.add_node(slots=1)
         wait_for(lambda: cluster.logged("room for 3 workers"))
         last = cluster.add_node(slots=1)
-        wait_for(lambda: has(out, attempt=1, step=0))
-        gate(config, GROW_AT).touch()
-        wait_for(lambda: has(out, attempt=1, step=SHRINK_AT - 1))
+        wait_for(lambda: len(attempts(out)) == 2)
+        flag(config, "pass", GROW_AT).touch()
+        wait_for(flag(config, "at", SHRINK_AT).exists)
         cluster.remove_node(last)
-        wait_for(lambda: has(out, attempt=2, step=0))
-        gate(config, SHRINK_AT).touch()
+        wait_for(lambda: len(attempts(out)) == 3)
+        flag(config, "pass", SHRINK_AT).touch()
         run.result()
         (out / "unused.json").write_text(json.dumps(cluster.logged("stay unused")))
 
