@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
+
+from lance_ray_stream.errors import StreamUsageError
 
 
 class StreamBatches:
@@ -28,3 +31,47 @@ class StreamBatches:
 
     def __repr__(self) -> str:
         return f"StreamBatches({len(self)} batches left in the epoch)"
+
+
+class Iteration:
+    """One iteration over a stream. A stream has one at a time: the next one ends it, and it says so if it is asked."""
+
+    def __init__(self, batches: Generator[Any, None, None], name: str) -> None:
+        self._batches = batches
+        self._name = name
+        self._ended = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has begun and not come to its end."""
+        return inspect.getgeneratorstate(self._batches) in (inspect.GEN_RUNNING, inspect.GEN_SUSPENDED)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StreamUsageError(
+                f"This iteration of {self._name!r} was ended by another one, which goes on from where it stood. A "
+                "stream has one position, so only one loop over it can run at a time; for samples on the side make a "
+                "second stream."
+            )
+        self._refuse_other_thread()
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Stop here; the stream keeps its position."""
+        self._refuse_other_thread()
+        self._batches.close()
+
+    def end_for_another(self) -> None:
+        """Stop here, because another iteration begins."""
+        finished = inspect.getgeneratorstate(self._batches) == inspect.GEN_CLOSED
+        self.close()
+        self._ended = not finished
+
+    def _refuse_other_thread(self) -> None:
+        if inspect.getgeneratorstate(self._batches) == inspect.GEN_RUNNING:
+            raise StreamUsageError(
+                f"Another thread is waiting for a batch of {self._name!r}. A stream delivers to one thread at a time."
+            )

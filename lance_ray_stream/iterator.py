@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,13 +11,14 @@ import pyarrow as pa
 from ray.data import DataContext, Dataset
 from ray.data.block import BlockAccessor
 
-from lance_ray_stream.batches import StreamBatches
+from lance_ray_stream.batches import Iteration, StreamBatches
 from lance_ray_stream.cursor import Cursor
 from lance_ray_stream.display import facts_html, show_range
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, StreamUsageError
 from lance_ray_stream.feed import Feed
 from lance_ray_stream.insight import Insight, summarize
 from lance_ray_stream.layout import SplitLayout, check_int
+from lance_ray_stream.plan import check_epoch
 from lance_ray_stream.planner import Planner
 from lance_ray_stream.position import num_batches
 from lance_ray_stream.progress import Progress
@@ -56,7 +56,7 @@ class StreamIterator(HookedDataIterator):
         self._name = name
         self._cursor = Cursor(SplitLayout(num_splits), rank=rank, world_size=world_size, epoch=source.epoch)
         self._progress = Progress(replace(source.spec, num_splits=num_splits), self._cursor, planner)
-        self._live: weakref.ref[Any] | None = None
+        self._live: weakref.ref[Iteration] | None = None
         self._running: Dataset | None = None
         self._count_batches = True
         self._insight = Insight(name, rank, progress=progress)
@@ -146,7 +146,7 @@ class StreamIterator(HookedDataIterator):
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the first row of ``epoch``; keeps the position if the stream is in that epoch already."""
-        epoch = check_int("epoch", epoch, minimum=0)
+        epoch = check_epoch(self._progress.spec, epoch)
         if epoch != self.epoch:
             self._refuse_while_live("set_epoch to another epoch")
             self._progress.jump(epoch)
@@ -318,12 +318,14 @@ class StreamIterator(HookedDataIterator):
         """One iteration, ending the one before it."""
         before = None if self._live is None else self._live()
         if before is not None:
-            before.close()  # also one that has not begun: it would begin in the middle of this one
-        iteration = self._deliver(batch_size, drop_last, start)
+            before.end_for_another()  # also one that has not begun: it would begin in the middle of this one
+        iteration = Iteration(self._deliver(batch_size, drop_last, start), self._name)
         self._live = weakref.ref(iteration)
         return iteration
 
-    def _deliver(self, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    def _deliver(
+        self, batch_size: int, drop_last: bool, start: Callable[[], Iterable[Any]]
+    ) -> Generator[Any, None, None]:
         self._cursor.settle()
         epoch, due = self.epoch, self._progress.rows_left
         if due >= batch_size or (due and not drop_last):
@@ -337,14 +339,9 @@ class StreamIterator(HookedDataIterator):
             )
         self._progress.jump(epoch + 1)
 
-    def _live_iteration(self) -> Any:
-        iteration = None if self._live is None else self._live()
-        if iteration is None or inspect.getgeneratorstate(iteration) in ("GEN_CREATED", "GEN_CLOSED"):
-            return None
-        return iteration
-
     def _refuse_while_live(self, what: str) -> None:
-        if self._live_iteration() is not None:
+        iteration = None if self._live is None else self._live()
+        if iteration is not None and iteration.is_live:
             raise StreamUsageError(
                 f"Cannot {what} while an iteration of {self._name!r} is live. Leave the loop first (break, or "
                 "close() the iterator that you hold)."

@@ -34,6 +34,16 @@ _environment_lock = threading.Lock()
 _filtered_rows: OrderedDict[str, int] = OrderedDict()
 
 
+def check_epoch(spec: StreamSpec, epoch: int) -> int:
+    """``epoch`` if the stream has it: seeds are 64 bits, so epochs come to an end.
+
+    Raises:
+        InvalidArgumentError: with the last epoch.
+    """
+    last = 2**64 - 1 if spec.shuffle_algorithm == "indexed" else (2**64 - 1 - spec.shuffle_seed) // EPOCH_PRIME
+    return check_int("epoch", epoch, minimum=0, maximum=last)
+
+
 def build_plan(spec: StreamSpec, epoch: int) -> EpochPlan:
     """The plan of one epoch.
 
@@ -49,8 +59,7 @@ def build_plan(spec: StreamSpec, epoch: int) -> EpochPlan:
         raise PlanError("num_splits is not decided yet; a plan needs it")
     if spec.shuffle_algorithm == "indexed":
         return indexed_plan(spec, epoch, passing_rows(spec))
-    last_epoch = (2**64 - 1 - spec.shuffle_seed) // EPOCH_PRIME
-    number = check_int("epoch", epoch, minimum=0, maximum=last_epoch)
+    number = check_epoch(spec, epoch)
     table = spec.table.open()
     ids = _permutation(spec, spec.num_splits, number, table)
     rows = spec.total_rows if spec.filter is None else _rows_of_filter(spec, table)

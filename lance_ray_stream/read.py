@@ -15,7 +15,7 @@ from lance_ray_stream.datasource import StreamDatasource
 from lance_ray_stream.epoch_plan import EpochPlan
 from lance_ray_stream.errors import InvalidArgumentError
 from lance_ray_stream.layout import check_int
-from lance_ray_stream.plan import build_plan
+from lance_ray_stream.plan import build_plan, check_epoch
 from lance_ray_stream.spec import make_spec
 from lance_ray_stream.table import TableRef
 from lance_ray_stream.transforms import stream_of
@@ -74,7 +74,7 @@ def read_stream(
         filter=filter,
         shuffle_algorithm=shuffle_algorithm,
     )
-    return _dataset_of(StreamDatasource(spec, epoch=epoch), num_cpus, concurrency)
+    return _dataset_of(StreamDatasource(spec, epoch=check_epoch(spec, epoch)), num_cpus, concurrency)
 
 
 def _dataset_of(source: StreamDatasource, num_cpus: float | None, concurrency: int | None) -> Dataset:

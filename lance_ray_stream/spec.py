@@ -8,7 +8,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,7 +179,8 @@ def _facts(
 def _check_column_list(columns: object) -> tuple[str, ...] | None:
     if columns is None:
         return None
-    if isinstance(columns, (str, bytes)) or not isinstance(columns, Iterable):
+    # A set has no order that another process would see too.
+    if isinstance(columns, (str, bytes, Set, Mapping)) or not isinstance(columns, Iterable):
         raise InvalidArgumentError(f"columns must be a list of column names or None for all, got {columns!r}")
     names = tuple(columns)
     if not names:

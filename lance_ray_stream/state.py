@@ -102,7 +102,7 @@ def parse_state(state: object) -> StreamState:
         raise StateError("The state is one of packed sequences (pack_sequences=...), which this stream has not.")
     try:
         num_splits = check_int("num_splits", _required(state, "num_splits"), minimum=1)
-        shuffle_seed = check_int("shuffle_seed", _required(state, "shuffle_seed"))
+        shuffle_seed = check_int("shuffle_seed", _required(state, "shuffle_seed"), minimum=0, maximum=2**64 - 1)
         epoch = check_int("epoch", _required(state, "epoch"), minimum=0)
     except InvalidArgumentError as error:
         raise StateError(f"Malformed state: {error}") from None
@@ -164,6 +164,9 @@ def _check_provenance(provenance: object, num_splits: int) -> range:
     missing = [name for name in IDENTITY_FIELDS if name not in provenance and name not in _OUTER_FIELDS]
     if missing:
         raise StateError(f"The state's {PROVENANCE!r} part has no {', '.join(missing)}: it was changed.")
+    version = provenance["version"]
+    if type(version) is not int or not 0 < version < 2**63:
+        raise StateError(f"The state's version must be that of a table, got {version!r}.")
     splits = provenance.get("splits", [0, num_splits])
     whole = isinstance(splits, (list, tuple)) and len(splits) == 2 and all(type(s) is int for s in splits)
     if not whole or not 0 <= splits[0] < splits[1] <= num_splits:
@@ -171,13 +174,15 @@ def _check_provenance(provenance: object, num_splits: int) -> range:
     return range(*splits)
 
 
-def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, str]:
+def differences(
+    saved: Mapping[str, Any], present: Mapping[str, Any], *, sides: tuple[str, str] = ("checkpoint", "this stream")
+) -> dict[str, str]:
     """Field by field, what a saved identity and the present one disagree on.
 
     A field that either side does not know (absent, or None before there was a plan) is not compared.
 
     Returns:
-        field name -> "checkpoint has X, this stream has Y".
+        field name -> "checkpoint has X, this stream has Y", under the names of ``sides``.
     """
     found = {}
     for name in IDENTITY_FIELDS:
@@ -187,7 +192,7 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[st
         if name in PLANNED_FIELDS and (mine is None or theirs is None):
             continue
         if mine != theirs:
-            found[name] = f"checkpoint has {theirs!r}, this stream has {mine!r}"
+            found[name] = f"{sides[0]} has {theirs!r}, {sides[1]} has {mine!r}"
     return found
 
 
@@ -223,7 +228,7 @@ def merge_state_dicts(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     parsed = [parse_state(state) for state in states]
     first = parsed[0]
     for number, other in enumerate(parsed[1:], start=1):
-        found = differences(first.identity(), other.identity())
+        found = differences(first.identity(), other.identity(), sides=("the first", "the second"))
         if other.epoch != first.epoch:
             found["epoch"] = f"{first.epoch} and {other.epoch}"
         if (other.provenance is None) != (first.provenance is None):
@@ -269,5 +274,11 @@ def _merge_counted(states: list[StreamState]) -> IntArray:
     if missing:
         raise StateError(
             f"No state comes from the rank of splits {missing}. Collect state_dict() from every rank of the run."
+        )
+    # What each rank counted is what the others, in step with it, projected.
+    if any(not np.array_equal(state.position, position) for state in states):
+        raise StateError(
+            "The states were not saved at the same step: the ranks have received unequally many rows. Collect "
+            "state_dict() from every rank after the same step."
         )
     return position

@@ -166,10 +166,8 @@ class TableRef:
         return f"TableRef({', '.join(parts)})"
 
     def _cache_key(self) -> tuple[object, ...]:
-        way_in: object = tuple(sorted((self.storage_options or {}).items()))
-        if self.connection_factory is not None:
-            way_in = self.__dict__["_token"]
-        return (self.uri, self.name, self.namespace_path, self.version, way_in)
+        # A reference that is made anew opens anew: its table may have been dropped and written again meanwhile.
+        return (self.__dict__["_token"], self.version)
 
     def _open_new(self) -> LanceTable:
         table = check_table(self._connect() if self.connection_factory is None else self._call_factory())
@@ -194,6 +192,11 @@ class TableRef:
         except Exception as error:
             cause = _where(error)  # the text may hold a credential that only the factory knows
         else:
+            if not isinstance(table, (Table, AsyncTable)):
+                raise InvalidArgumentError(
+                    f"connection_factory must return an opened LanceDB table for {self.name!r}, got "
+                    f"{type(table).__name__}"
+                )
             if _open_tables.holds(table):
                 raise InvalidArgumentError(
                     f"connection_factory returned the same opened table twice for {self.name!r}; it must "

@@ -101,6 +101,8 @@ def ordered_context(context: DataContext, options: ExecutionOptions, *, quiet: b
     context = context.copy()
     context.execution_options = copy.deepcopy(options)
     context.execution_options.preserve_order = True
+    # Blocks that failed and were left out would move every row after them.
+    context.max_errored_blocks = 0
     if quiet:
         context.enable_progress_bars = False
         context.print_on_execution_start = False

@@ -17,6 +17,7 @@ from ray.data.collate_fn import ArrowBatchCollateFn
 import lance_ray_stream as lrs
 from lance_ray_stream import datasource, feed, planner
 from lance_ray_stream.errors import (
+    InvalidArgumentError,
     LayoutError,
     MissingRowsError,
     NotEnoughRowsError,
@@ -189,11 +190,12 @@ def test_a_break_asks_readers_to_stop_and_kills_none(stream, monkeypatch):
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
     forced, shutdown = [], StreamingExecutor.shutdown
-    monkeypatch.setattr(
-        StreamingExecutor,
-        "shutdown",
-        lambda executor, force, exception=None: (forced.append(force), shutdown(executor, force, exception))[1],
-    )
+
+    def recorded(executor, force, exception=None):
+        forced.append(force)
+        shutdown(executor, force, exception)
+
+    monkeypatch.setattr(StreamingExecutor, "shutdown", recorded)
     for _ in stream.iter_batches(batch_size=8):
         break
     assert forced
@@ -231,7 +233,8 @@ def test_c11_a_new_iteration_ends_the_one_before(stream, order):
     assert next(first)["id"].tolist() == order[:8]
     second = iter(stream.iter_batches(batch_size=8))
     assert next(second)["id"].tolist() == order[8:16]
-    assert next(first, None) is None
+    with pytest.raises(StreamUsageError, match="ended by another one"):
+        next(first)
     assert [i for batch in second for i in batch["id"].tolist()] == order[16:]
 
 
@@ -240,7 +243,8 @@ def test_c11_an_iterator_that_was_never_started_is_ended_too(stream, order):
     first = iter(stream.iter_batches(batch_size=8))
     second = iter(stream.iter_batches(batch_size=8))
     assert next(second)["id"].tolist() == order[:8]
-    assert next(first, None) is None
+    with pytest.raises(StreamUsageError, match="ended by another one"):
+        next(first)
     assert next(second)["id"].tolist() == order[8:16]
     assert stream.state_dict()["samples_consumed_per_split"] == [2] * 8
 
@@ -550,3 +554,32 @@ def test_a_version_that_was_cleaned_up_is_named(tmp_path):
     _open_tables._reset()  # the handles of this process outlive the clean-up
     with pytest.raises(VersionNotFoundError, match=r"'rows'.*version 3"):
         lrs.read_stream(ref, num_splits=8)
+
+
+# --- one position, one loop ------------------------------------------------------------------------
+
+
+def test_a_loop_that_another_one_ended_says_so(stream, order):
+    """Not a silent end, which would look like the end of the epoch (G7)."""
+    outer = iter(stream.iter_batches(batch_size=16))
+    first = list(next(outer)["id"])
+    peek = list(next(iter(stream.iter_batches(batch_size=16)))["id"])
+    assert first + peek == order[:32]
+    with pytest.raises(StreamUsageError, match=r"'train' was ended by another one.*only one loop"):
+        next(outer)
+    assert rows(stream) == order[32:]
+
+
+def test_an_iteration_that_came_to_its_end_stays_ended(stream):
+    done = iter(stream.iter_batches(batch_size=240))
+    assert len(list(done)) == 1
+    assert len(list(stream.iter_batches(batch_size=240))) == 1
+    assert next(done, None) is None
+
+
+def test_an_epoch_that_the_seed_does_not_reach_is_refused_at_once(table, stream):
+    for late in (10**18, 2**64):
+        with pytest.raises(InvalidArgumentError, match=r"epoch must be at least 0 and at most \d+"):
+            stream.set_epoch(late)
+        with pytest.raises(InvalidArgumentError, match=r"epoch must be at least 0 and at most \d+"):
+            lrs.read_stream(table, num_splits=4, epoch=late)

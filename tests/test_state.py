@@ -357,3 +357,14 @@ def test_parsing_keeps_the_callers_dictionary(look: Callable[[StreamState], Any]
     before = json.dumps(written)
     look(parse_state(written))
     assert json.dumps(written) == before
+
+
+def test_states_of_different_steps_inside_a_cycle_do_not_merge() -> None:
+    """Each rank counts its own splits; what the other projected shows that they were not in step."""
+    layout = SplitLayout(4)
+    early, late = (Cursor(layout, rank=rank, world_size=2, epoch=0) for rank in range(2))
+    early.receive(3)
+    late.receive(9)
+    states = [cursor.save(shuffle_seed=0, provenance=PROOF).to_dict() for cursor in (early, late)]
+    with pytest.raises(StateError, match="not saved at the same step"):
+        merge_state_dicts(states)

@@ -282,7 +282,9 @@ def test_a_failing_factory_tells_where_but_not_what(tmp_path):
 
 @pytest.mark.parametrize("wrong", [None, "rows", lancedb.connect])
 def test_a_factory_that_returns_something_else(tmp_path, wrong):
-    with pytest.raises(InvalidArgumentError, match="expected an opened LanceDB table"):
+    with pytest.raises(
+        InvalidArgumentError, match="connection_factory must return an opened LanceDB table for 'rows', got"
+    ):
         TableRef(tmp_path, "rows", connection_factory=lambda name: wrong).pin()
 
 
@@ -383,3 +385,15 @@ def test_the_lance_layer_does_not_import_ray():
         "assert not {'ray', 'torch'} & set(sys.modules), 'ray or torch was imported'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_a_table_that_is_dropped_and_written_again_is_read_anew(tmp_path) -> None:
+    """In one process, as in a notebook: the same name and version number, other data files."""
+    connection = lancedb.connect(tmp_path)
+    for first in (0, 1000):
+        if first:
+            connection.drop_table("again")
+        connection.create_table("again", pa.table({"id": np.arange(first, first + 20)}))
+        for ref in (TableRef(tmp_path, "again"), TableRef.from_table(connection.open_table("again"))):
+            table = ref.pin().open()
+            assert table.to_arrow()["id"][0].as_py() == first

@@ -257,3 +257,13 @@ def test_two_streams_and_a_plain_dataset_side_by_side(table, dataset, tmp_path):
     assert [i for _, ids in pairs for i in ids] == oracle(other, 4)
     assert sum(len(batch["id"]) for batch in shards["plain"].iter_batches(batch_size=8)) == 20
     assert rows(stream, batch_size=50) == oracle(table, 8)[64:]
+
+
+def test_a_block_that_fails_is_never_left_out(dataset, monkeypatch):
+    """G1, G4: DataContext.max_errored_blocks would drop its rows and move all that follow."""
+    monkeypatch.setattr(DataContext.get_current(), "max_errored_blocks", -1)
+    broken = dataset.map_batches(fail, batch_size=8)
+    monkeypatch.setattr(broken.context, "max_errored_blocks", -1)
+    stream = lrs.StreamDataConfig(progress=False).configure({"train": broken}, 1)[0]["train"]
+    with pytest.raises(OwnError):
+        list(stream.iter_batches(batch_size=16))
