@@ -232,10 +232,9 @@ def test_set_epoch(stream, value):
 def test_an_epoch_beyond_the_seeds_of_lancedb(stream, monkeypatch):
     """The seed of an epoch has 64 bits."""
     planned = count_plans(monkeypatch)
-    stream.set_epoch(2**60)
     with pytest.raises(InvalidArgumentError, match="epoch must be at least 0 and at most"):
-        next(iter(stream.iter_batches(batch_size=8)))
-    assert planned == [2**60]
+        stream.set_epoch(2**60)
+    assert planned == []
 
 
 @pytest.mark.parametrize("state", [None, [], "state", 7, {}, {"epoch": 0}, b"{}", {"num_splits": 8}])

@@ -731,3 +731,22 @@ def test_the_script_is_declared() -> None:
     declared = re.search(r'^lance-ray-stream = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert declared
     assert pkgutil.resolve_name(declared[1]) is main
+
+
+@pytest.mark.parametrize(("world_sizes", "num_workers", "refused"), [("1,8", "2", 2), ("1,2", "1,3", 3)])
+def test_verify_refuses_what_it_could_not_run(
+    cli: Cli, folder: Path, digits: LanceTable, world_sizes: str, num_workers: str, refused: int
+) -> None:
+    """A verdict speaks of what was run: nothing that was named is left out in silence."""
+    asked = ["--num-splits", 8, "--world-sizes", world_sizes, "--num-workers", num_workers]
+    result = cli("verify", folder, "digits", *asked)
+    assert result.code == 2
+    assert f"num_workers={refused}" in result.error
+
+
+def test_a_step_larger_than_the_epoch_is_the_epoch(cli: Cli, folder: Path, digits: LanceTable) -> None:
+    """Without an array of the size that was asked for."""
+    huge = ["--num-splits", 8, "--global-batch-size", 8 * 10**12]
+    result = cli("step", folder, "digits", 0, *huge, "--format", "csv")
+    assert result.code == 0
+    assert len(result.out.splitlines()) == 1 + 1440

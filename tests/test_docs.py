@@ -35,6 +35,8 @@ from lance_ray_stream.cli.arguments import PROGRAM
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+# Ray prints what its node manager says whenever it comes, into whatever runs at that moment.
+RAYLET_LINE = re.compile(r"^.*\(raylet\).*\n", re.MULTILINE)
 NEEDS_RAY = "<!-- needs: ray -->"
 PARTS = re.compile(
     r"^<!-- setup\n(?P<setup>.*?)^-->$"
@@ -128,7 +130,7 @@ def run_block(block: Block, path: str | Path, namespace: dict[str, Any]) -> str:
             printed.write(f"{warning.category.__name__}: {warning.message}\n")
     if error is not None:
         printed.write(f"{block.raises}: {error}\n")
-    return printed.getvalue()
+    return RAYLET_LINE.sub("", printed.getvalue())
 
 
 def needs_ray(page: Path) -> bool:

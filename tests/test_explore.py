@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lancedb
 import matplotlib.image
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from lancedb.table import LanceTable
 from matplotlib.figure import Figure
@@ -502,3 +504,10 @@ def test_a_missing_extra_is_named(missing: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode != 0
     assert "pip install 'lance-ray-stream[explore]'" in done.stderr.splitlines()[-1]
+
+
+def test_columns_of_the_table_never_replace_those_of_the_result(tmp_path: Path) -> None:
+    table = lancedb.connect(tmp_path).create_table("clash", pa.table({"rank": [1, 2], "id": [3, 4]}))
+    small = explore.plan(table, num_splits=2)
+    with pytest.raises(InvalidArgumentError, match=r"\['rank'\] have names of columns of the result"):
+        explore.rows_of_step(small, 0, 2, source=table, columns=["rank", "id"])

@@ -51,6 +51,7 @@ def rows_of_step(stream: Stream, plan: EpochPlan, arguments: Namespace) -> dict[
     layout, size = SplitLayout(plan.num_splits), arguments.global_batch_size
     row_ids = plan.row_ids_of_step(arguments.step, size)
     # (rows, 2) -> two of (rows,); the last step of an epoch may be shorter
+    size = min(size, plan.num_splits * plan.rows_per_split)
     split, index = layout.rows_of_step(arguments.step, size)[: len(row_ids)].T
     columns: dict[str, list[Any]] = {}
     order = np.arange(len(row_ids))

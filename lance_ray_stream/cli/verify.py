@@ -61,6 +61,13 @@ class Trial:
         return [Topology(*pair) for pair in pairs if not self.plan.num_splits % (pair[0] * pair[1])]
 
     @property
+    def left_out(self) -> str:
+        """The pairs that do not, for the verdict."""
+        pairs = itertools.product(self.world_sizes, self.num_workers)
+        names = [f"{size} x {workers}" for size, workers in pairs if self.plan.num_splits % (size * workers)]
+        return f" (not world size x workers {', '.join(names)}, which do not divide num_splits)" if names else ""
+
+    @property
     def options(self) -> dict[str, Any]:
         """What the assertions of :mod:`lance_ray_stream.testing` take."""
         return {
@@ -112,10 +119,17 @@ def _trial(stream: Stream, plan: EpochPlan, arguments: Namespace) -> Trial:
     size = arguments.global_batch_size
     if size is None:
         size = -(-plan.rows_per_split // _NUM_STEPS) * plan.num_splits
-    legal = layout.world_sizes(up_to=_MAX_WORLD_SIZE)
+    layout.check_global_batch_size(size)
+    # A step that is larger than the epoch is the whole of it.
+    size = min(size, plan.num_splits * plan.rows_per_split)
+    num_workers = sorted({check_int("--num-workers", number, minimum=1) for number in arguments.num_workers})
+    legal = layout.world_sizes(num_workers[0], up_to=_MAX_WORLD_SIZE) or [1]
     world_sizes = arguments.world_sizes or [legal[0], legal[len(legal) // 2], legal[-1]]
+    # Each number that is named is run with one of the others at least, or refused: a verdict speaks of no other.
     for world_size in world_sizes:
-        layout.check(world_size, global_batch_size=size)
+        layout.check(world_size, num_workers[0])
+    for workers in num_workers:
+        layout.check(min(world_sizes), workers)
     num_steps = num_batches(plan.num_splits * plan.rows_per_split, size, drop_last=False)
     steps = arguments.steps
     if steps is None:
@@ -123,11 +137,11 @@ def _trial(stream: Stream, plan: EpochPlan, arguments: Namespace) -> Trial:
     for step in steps:
         if not 0 <= step <= num_steps:
             raise InvalidArgumentError(f"--steps names {step}, but the epoch has {num_steps} steps of {size} rows")
-    trial = Trial(
+    return Trial(
         stream=stream,
         plan=plan,
         world_sizes=sorted(set(world_sizes)),
-        num_workers=sorted({check_int("--num-workers", number, minimum=1) for number in arguments.num_workers}),
+        num_workers=num_workers,
         global_batch_size=size,
         num_steps=num_steps,
         steps=sorted(set(steps)),
@@ -135,9 +149,6 @@ def _trial(stream: Stream, plan: EpochPlan, arguments: Namespace) -> Trial:
         ray=arguments.ray,
         strict=not arguments.lenient,
     )
-    if not trial.topologies:
-        layout.check(trial.world_sizes[0], trial.num_workers[0])  # says what would work
-    return trial
 
 
 def _step_of_state(stream: Stream, plan: EpochPlan, global_batch_size: int) -> list[int]:
@@ -222,7 +233,7 @@ def check_batches(trial: Trial) -> str:
         assert_same_batches(backend, **trial.options)
     return (
         f"{show(trial.num_steps)} steps of {show(trial.global_batch_size)} rows are the same on world sizes "
-        f"{show(trial.world_sizes)} and with reader workers {show(trial.num_workers)}"
+        f"{show(trial.world_sizes)} and with reader workers {show(trial.num_workers)}{trial.left_out}"
     )
 
 
@@ -290,12 +301,15 @@ def _ray_if(wanted: bool) -> Iterator[None]:
         return
     import ray
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray_data = logging.getLogger("ray.data")
+    level = ray_data.level
+    ray_data.setLevel(logging.ERROR)
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=False, logging_level=logging.WARNING)
     try:
         yield
     finally:
+        ray_data.setLevel(level)
         if started:
             ray.shutdown()

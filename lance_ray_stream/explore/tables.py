@@ -149,11 +149,16 @@ def rows_of_step(
     if columns and source is None:
         raise InvalidArgumentError("columns are read from the table: pass source=, the dataset or the opened table.")
     row_ids = plan.row_ids_of_step(step, global_batch_size)
-    # the last step of an epoch may be shorter
-    split, cycle = layout.rows_of_step(step, global_batch_size)[: len(row_ids)].T
+    # the last step of an epoch may be shorter, and one larger than the epoch is the whole of it
+    size = min(global_batch_size, plan.num_splits * plan.rows_per_split)
+    split, cycle = layout.rows_of_step(step, size)[: len(row_ids)].T
     table = pd.DataFrame(
         {"rank": split // (layout.num_splits // world_size), "cycle": cycle, "split": split, "row_id": row_ids}
     )
+    if clash := sorted({*columns} & {*table.columns}):
+        raise InvalidArgumentError(
+            f"The table's columns {clash} have names of columns of the result: leave them out, or read them by row_id."
+        )
     if columns:
         values = read_rows(_opened(source), row_ids, columns=tuple(columns))
         for name in columns:
