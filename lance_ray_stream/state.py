@@ -6,7 +6,7 @@ the other's. It is plain JSON: no pickle, no payload, no secrets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,40 @@ def _per_split(state: Mapping[str, Any], key: str, num_splits: int) -> IntArray:
     return np.asarray(counts, dtype=np.int64)
 
 
+def _is_count(value: object, minimum: int) -> bool:
+    return type(value) is int and minimum <= value <= _MAX_ROWS
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, str) for value in values)
+
+
+def _is_table(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(value.get(key), str) for key in ("uri", "name"))
+        and _are_texts(value.get("namespace_path", []))
+    )
+
+
+# The form of each field of the provenance, and how to say it.
+_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "table": (_is_table, "a uri, a name and a namespace_path"),
+    "version": (lambda value: _is_count(value, 1), "the version number of a table"),
+    "filter": (lambda value: value is None or isinstance(value, str), "an SQL condition or null"),
+    "columns": (lambda value: value is None or _are_texts(value), "a list of names or null"),
+    "shuffle": (lambda value: isinstance(value, bool), "true or false"),
+    "shuffle_clump_size": (lambda value: value is None or _is_count(value, 1), "a number of rows or null"),
+    "shuffle_algorithm": (lambda value: isinstance(value, str), "a name"),
+    "rows": (lambda value: value is None or _is_count(value, 0), "a number of rows or null"),
+    "fingerprint": (lambda value: value is None or isinstance(value, str), "a text or null"),
+    "packages": (
+        lambda value: isinstance(value, Mapping) and _are_texts([*value, *value.values()]),
+        "names and versions",
+    ),
+}
+
+
 def _check_provenance(provenance: object, num_splits: int) -> range:
     if not isinstance(provenance, Mapping):
         raise StateError(f"The state's {PROVENANCE!r} part must be a dictionary, got {provenance!r}.")
@@ -164,9 +198,9 @@ def _check_provenance(provenance: object, num_splits: int) -> range:
     missing = [name for name in IDENTITY_FIELDS if name not in provenance and name not in _OUTER_FIELDS]
     if missing:
         raise StateError(f"The state's {PROVENANCE!r} part has no {', '.join(missing)}: it was changed.")
-    version = provenance["version"]
-    if type(version) is not int or not 0 < version < 2**63:
-        raise StateError(f"The state's version must be that of a table, got {version!r}.")
+    for name, (is_well_formed, form) in _FORMS.items():
+        if name in provenance and not is_well_formed(provenance[name]):
+            raise StateError(f"Malformed state: {name} must be {form}, got {str(provenance[name])[:100]!r}.")
     splits = provenance.get("splits", [0, num_splits])
     whole = isinstance(splits, (list, tuple)) and len(splits) == 2 and all(type(s) is int for s in splits)
     if not whole or not 0 <= splits[0] < splits[1] <= num_splits:

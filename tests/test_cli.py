@@ -750,3 +750,16 @@ def test_a_step_larger_than_the_epoch_is_the_epoch(cli: Cli, folder: Path, digit
     result = cli("step", folder, "digits", 0, *huge, "--format", "csv")
     assert result.code == 0
     assert len(result.out.splitlines()) == 1 + 1440
+
+
+def test_a_state_inside_a_cycle_fits_some_world_sizes(cli: Cli, state: Path, tmp_path: Path, folder: Path) -> None:
+    """FITS is asked before a job is queued: it says on how many ranks the job can go on."""
+    saved = json.loads(state.read_text())
+    position = saved["samples_consumed_per_split"]
+    assert len(position) == 8
+    position[:4] = [position[0] + 1] * 2 + [position[0]] * 2
+    saved["positions_consumed_per_split"] = position
+    inside = write(tmp_path / "inside.json", saved)
+    result = cli("state", inside, "--table", folder, "digits")
+    assert result.code == 0
+    assert result.out.splitlines()[-1].endswith("; saved inside a cycle, it loads on world sizes 1 only")

@@ -368,3 +368,30 @@ def test_states_of_different_steps_inside_a_cycle_do_not_merge() -> None:
     states = [cursor.save(shuffle_seed=0, provenance=PROOF).to_dict() for cursor in (early, late)]
     with pytest.raises(StateError, match="not saved at the same step"):
         merge_state_dicts(states)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("table", {"uri": 5, "name": 7}),
+        ("table", {"uri": "db", "name": "rows", "namespace_path": [1]}),
+        ("version", True),
+        ("filter", 7),
+        ("columns", "id"),
+        ("columns", [1]),
+        ("shuffle", 1),
+        ("shuffle_clump_size", 0),
+        ("shuffle_algorithm", None),
+        ("rows", "many"),
+        ("rows", -1000),
+        ("rows", 1000.0),
+        ("fingerprint", 12),
+        ("packages", ["a"]),
+        ("packages", {"ray": 2.6}),
+    ],
+)
+def test_a_malformed_field_of_the_proof_is_named(field: str, value: object) -> None:
+    """Not a raw error later, from whoever reads it first."""
+    state = make_state([2, 1], provenance=PROOF | {field: value}).to_dict()
+    with pytest.raises(StateError, match=f"Malformed state: {field} must be"):
+        parse_state(state)

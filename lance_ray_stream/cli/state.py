@@ -10,7 +10,7 @@ from lance_ray_stream.cli.output import write_facts, write_table
 from lance_ray_stream.cli.saved import read_state, rows_per_split, show_position, show_shuffle, show_table
 from lance_ray_stream.errors import InvalidArgumentError
 from lance_ray_stream.layout import SplitLayout
-from lance_ray_stream.position import is_cycle_boundary
+from lance_ray_stream.position import is_cycle_boundary, ranks_are_even
 from lance_ray_stream.state import IDENTITY_FIELDS, PLANNED_FIELDS, StreamState, differences
 
 
@@ -41,7 +41,14 @@ def _check_table(file: str, saved: StreamState, arguments: Namespace) -> None:
     arguments.uri = uri  # an error is scrubbed of what it holds
     stream = fit_of(saved, uri, table, storage_options=dict(arguments.storage_options), strict=not arguments.lenient)
     where = show_table(stream.spec.table.identity())
-    print(f"FITS: {file} is a state of {where}, version {stream.spec.table.version}")
+    print(f"FITS: {file} is a state of {where}, version {stream.spec.table.version}{_only_on(saved)}")
+
+
+def _only_on(saved: StreamState) -> str:
+    """The world sizes that can go on from inside a cycle without leaving rows out; nothing if all can."""
+    legal = SplitLayout(saved.num_splits).world_sizes()
+    even = [size for size in legal if ranks_are_even(saved.position, size)]
+    return "" if even == legal else f"; saved inside a cycle, it loads on world sizes {', '.join(map(str, even))} only"
 
 
 def _facts(saved: StreamState, global_batch_size: int | None) -> dict[str, object]:
