@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterator
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
+from ray.exceptions import OwnerDiedError
+
 from lance_ray_stream.errors import StreamUsageError
+
+_logger = logging.getLogger("lance_ray_stream")
+
+
+def outlive_planner(read: Callable[[], Iterable[Any]], replan: Callable[[], bool], name: str) -> Iterator[Any]:
+    """The batches of ``read()``; when the plan's row ids are lost with their owner, it goes on with those of a new one.
+
+    Args:
+        read: reads on from where the stream stands.
+        replan: asks for the plan again; False if it is the one that there was, and something else was lost.
+        name: of the dataset.
+    """
+    while True:
+        try:
+            yield from read()
+            return
+        except OwnerDiedError:
+            if not replan():
+                raise
+            _logger.warning(
+                "The planner of dataset %r died and was started again; the epoch was planned again, and reading goes "
+                "on at the next row.",
+                name,
+            )
 
 
 class StreamBatches:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from lance_ray_stream.errors import PlanError
 from lance_ray_stream.indexed_plan import digest_of, indexed_fingerprint, indexed_order, passing_rows
 from lance_ray_stream.permutation import IndexedOrder
 from lance_ray_stream.plan import build_plan
@@ -16,6 +18,10 @@ from lance_ray_stream.spec import StreamSpec, filter_key, plan_key
 
 # The epoch that is read and the one that follows it.
 _KEPT_PLANS = 2
+# How often a plan is begun anew when the process that builds it dies.
+_PLAN_RETRIES = 2
+# Memory for each row while LanceDB's builder makes a plan, see docs/scale.md.
+_PLANNING_BYTES = 45
 
 # A reference in the object store; to what, the attribute that holds it says.
 ObjectRef: TypeAlias = "ray.ObjectRef[Any]"
@@ -142,19 +148,36 @@ def _built(spec: StreamSpec, epoch: int) -> PublishedPlan:
 
 
 class PlannerActor:
-    """A :class:`LocalPlanner` in an actor, for all ranks of a run. It lives as long as a handle to it."""
+    """A :class:`LocalPlanner` in an actor, for all ranks of a run. It lives as long as a handle to it.
+
+    Its plans end with its process, which Ray starts again when it died: who finds row ids lost asks for the plan anew.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     @classmethod
     def start(cls) -> PlannerActor:
-        """Start the actor on this node, so that it fails only together with whoever started it."""
+        """Start the actor on this node, so that it fails for good only together with whoever started it."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(LocalPlanner).options(num_cpus=0, scheduling_strategy=here)
+        actor = ray.remote(LocalPlanner).options(
+            num_cpus=0, scheduling_strategy=here, max_restarts=-1, max_task_retries=_PLAN_RETRIES
+        )
         return cls(actor.remote())
 
     def plan(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
-        """The plan of ``epoch``, from the actor; built there by the first rank that asks."""
-        plan: PublishedPlan = ray.get(self._handle.plan.remote(spec, epoch))
+        """The plan of ``epoch``, from the actor; built there by the first rank that asks.
+
+        Raises:
+            PlanError: if the actor's process is killed each time that it plans.
+        """
+        try:
+            plan: PublishedPlan = ray.get(self._handle.plan.remote(spec, epoch))
+        except (ActorDiedError, ActorUnavailableError) as error:
+            raise PlanError(
+                f"The planner's process died while it planned epoch {epoch} of {spec.table!r}, each time that it was "
+                f"started. If its node ran out of memory: the default order of {spec.total_rows:,} rows "
+                f"takes about {spec.total_rows * _PLANNING_BYTES / 1e9:.1f} GB while it is planned, "
+                "read_stream(shuffle_algorithm='indexed') almost none."
+            ) from error
         return plan

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from lance_ray_stream.cursor import Cursor
-from lance_ray_stream.errors import LayoutError
+from lance_ray_stream.errors import LayoutError, PlanError
 from lance_ray_stream.planner import Planner, PublishedPlan
 from lance_ray_stream.position import ranks_are_even, rows_left, rows_to_deliver
 from lance_ray_stream.provenance import Facts, adopt, check_against_plan, describe
@@ -55,6 +55,21 @@ class Progress:
         if self._plan is None:
             self._plan = self._planner.plan(self.spec, self.cursor.epoch)
         return self._plan
+
+    def replan(self) -> bool:
+        """Ask for the current epoch's plan anew; whether its row ids are in another place now.
+
+        Raises:
+            PlanError: if it became another plan.
+        """
+        before, self._plan = self._plan, None
+        plan = self.plan()
+        if before is not None and plan.fingerprint != before.fingerprint:
+            raise PlanError(
+                f"Epoch {plan.epoch} was planned again after the planner's process had died, and became another plan: "
+                f"fingerprint {before.fingerprint} before, {plan.fingerprint} now. Is lancedb the same on all nodes?"
+            )
+        return plan != before
 
     def begin_reading(self) -> PublishedPlan:
         """The plan that the rows from here on come from; states name it from now on."""
