@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -176,8 +177,38 @@ def silence(dataset: Dataset) -> None:
     log_once("ray_data_progress_manager_disabled")
 
 
+def _unlink_when_cleared(executor: Any) -> None:
+    """Have the queues between operators let go of their blocks when they are cleared.
+
+    Reason: they are lists linked in both directions, and Ray clears them by forgetting both ends. After a break, what
+    was read ahead, windows of 64 MiB, would stay in the object store until Python happens to collect garbage.
+    """
+    for state in executor._topology.values():
+        state.output_queue.clear = partial(_take_all, state.output_queue)
+
+
+def _take_all(queue: Any) -> None:
+    while queue.pop() is not None:
+        pass
+
+
+def _free_uncounted(executor: Any) -> None:
+    """Have an execution that has ended let go of the blocks that were on their way between its parts.
+
+    Reason: Ray leaves them in the queues in which it counts what an operator holds and in those for metadata.
+    """
+    for operator in executor._topology:
+        counted = operator.metrics
+        for queue in (*counted._internal_inqueues, counted._internal_outqueue, counted._pending_task_inputs):
+            while queue.has_next():
+                queue.get_next()
+    for waiting in vars(executor._metadata_fetcher).values():
+        if isinstance(waiting, dict | list | set):
+            waiting.clear()
+
+
 class _ReceivingBatchIterator(BatchIterator):
-    """Ray's batch iterator that reports the rows of each batch when it is handed to the trainer."""
+    """Ray's batch iterator that reports the rows of each batch that it hands to the trainer, and leaves no thread."""
 
     def __init__(self, *args: Any, on_receive: Callable[[int], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -188,6 +219,14 @@ class _ReceivingBatchIterator(BatchIterator):
         self._on_receive(batch.metadata.num_rows)
         with super().yield_batch_context(batch):
             yield
+
+    # Reason: Ray stops the thread that fetches blocks ahead only when the last batch was taken; after a break, and
+    # always with prefetch_batches=0, it would stay for ever, and hold the latest blocks in the object store.
+    def _iter_batches(self) -> Iterator[Any]:
+        try:
+            yield from super()._iter_batches()
+        finally:
+            self._prefetcher.stop()
 
 
 class HookedDataIterator(DataIterator):
@@ -221,6 +260,8 @@ class HookedDataIterator(DataIterator):
     # which hides the executor that a break has to shut down.
     def _to_ref_bundle_iterator(self) -> tuple[Iterator[Any], Any, Any]:
         bundles, stats, executor = self.dataset_to_run()._execute_to_iterator()
+        if executor is not None:
+            _unlink_when_cleared(executor)
 
         def counted() -> Iterator[Any]:
             for bundle in bundles:
@@ -249,6 +290,8 @@ class HookedDataIterator(DataIterator):
     def _on_iteration_end(self, executor: Any) -> None:
         if executor is not None:
             executor.shutdown(force=False)
+            if not executor.is_alive():  # else it is in the middle of a step, for longer than Ray waits
+                _free_uncounted(executor)
 
     # Reason: without it the metrics of all streams would count as "unknown_dataset".
     def _get_dataset_tag(self) -> dict[str, str | None]:

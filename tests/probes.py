@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,8 +111,13 @@ class RecordedTable(TableRef):
         table = super().open()
         if "take_row_ids" not in vars(table):
             take_row_ids = table.take_row_ids
-            vars(table)["take_row_ids"] = lambda ids: _Query(take_row_ids(ids), self._log, len(ids))
+            vars(table)["take_row_ids"] = lambda ids: _Query(take_row_ids(ids), self.on_read, len(ids))
         return table
+
+    def on_read(self, num_rows: int, columns: list[str] | None) -> None:
+        """Called in the reading process right before it reads."""
+        with self._log.open("a") as log:
+            log.write(json.dumps([num_rows, columns]) + "\n")
 
     @property
     def _log(self) -> Path:
@@ -135,10 +140,10 @@ class RecordedTable(TableRef):
 
 
 class _Query:
-    """A query of rows by id that writes a line when it is run."""
+    """A query of rows by id that says so when it is run."""
 
-    def __init__(self, query: Any, log: Path, num_rows: int) -> None:
-        self._query, self._log, self._num_rows = query, log, num_rows
+    def __init__(self, query: Any, on_read: Callable[[int, list[str] | None], None], num_rows: int) -> None:
+        self._query, self._on_read, self._num_rows = query, on_read, num_rows
         self._columns: list[str] | None = None
 
     def with_row_id(self) -> _Query:
@@ -150,6 +155,5 @@ class _Query:
         return self
 
     def to_arrow(self) -> Any:
-        with self._log.open("a") as log:
-            log.write(json.dumps([self._num_rows, self._columns]) + "\n")
+        self._on_read(self._num_rows, self._columns)
         return self._query.to_arrow()
