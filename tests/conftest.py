@@ -42,3 +42,9 @@ def ray_cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@pytest.fixture
+def quick_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take milliseconds here: Ray Train collects reports and deaths more often."""
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")

@@ -6,37 +6,14 @@ from typing import Any
 
 import pytest
 import ray
-from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 
 import lance_ray_stream as lrs
 from tests import train_loops
 from tests.probes import global_sets, in_steps, oracle
 from tests.tables import make_table
+from tests.train_loops import fit
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def quick_controller(monkeypatch) -> None:
-    """Steps take milliseconds here: Ray Train collects reports and deaths more often."""
-    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-
-
-def fit(
-    loop, tmp_path, datasets: dict[str, Any], *, num_workers: int, run: str, max_failures: int = 0, **config
-) -> Result:
-    trainer = TorchTrainer(
-        loop,
-        train_loop_config={"out": str(tmp_path), "run": run, **config},
-        scaling_config=ScalingConfig(num_workers=num_workers),
-        run_config=RunConfig(
-            name="run", storage_path=str(tmp_path / "storage"), failure_config=FailureConfig(max_failures=max_failures)
-        ),
-        datasets=datasets,
-        dataset_config=lrs.StreamDataConfig(),
-    )
-    return trainer.fit()
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster", "quick_controller"), pytest.mark.timeout(600)]
 
 
 def test_streams_beside_each_other_and_beside_a_plain_dataset(tmp_path):
@@ -127,10 +104,3 @@ def test_an_illegal_world_size_reaches_the_caller(tmp_path):
     with pytest.raises(Exception, match=r"num_splits=8 .*world_size=3.*1, 2, 4, 8"):
         fit(train_loops.read_nothing, tmp_path, datasets, num_workers=3, run="three")
     assert not train_loops.written(tmp_path, "three")
-
-
-def test_c51_an_error_on_one_rank_reaches_the_caller(tmp_path):
-    """C51: while the other rank waits in a collective."""
-    datasets = {"train": lrs.read_stream(make_table(tmp_path, 240), num_splits=8)}
-    with pytest.raises(ray.train.WorkerGroupError, match="the user's own mistake"):
-        fit(train_loops.fail_on_one_rank, tmp_path, datasets, num_workers=2, run="failing")

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import pyarrow as pa
 import ray.train
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
-from ray.train import Checkpoint
+from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
 
 import lance_ray_stream as lrs
+from tests.faults import fail_late
+from tests.user_functions import OwnError
 
 Config = dict[str, Any]
 
@@ -36,6 +40,30 @@ def written(out: Path, run: str) -> dict[int, list[dict[str, Any]]]:
         rank = int(path.stem.rpartition("_")[2])
         lines[rank] += [json.loads(line) for line in path.read_text().splitlines()]
     return dict(lines)
+
+
+def fit(
+    loop: Callable[[Config], None],
+    tmp_path: Path,
+    datasets: dict[str, Any],
+    *,
+    num_workers: int,
+    run: str,
+    max_failures: int = 0,
+    **config: Any,
+) -> Result:
+    """Run ``loop`` on real workers, with checkpoints in ``tmp_path``; it goes on from the latest that is there."""
+    trainer = TorchTrainer(
+        loop,
+        train_loop_config={"out": str(tmp_path), "run": run, **config},
+        scaling_config=ScalingConfig(num_workers=num_workers),
+        run_config=RunConfig(
+            name="run", storage_path=str(tmp_path / "storage"), failure_config=FailureConfig(max_failures=max_failures)
+        ),
+        datasets=datasets,
+        dataset_config=lrs.StreamDataConfig(),
+    )
+    return trainer.fit()
 
 
 def with_twice(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -171,10 +199,35 @@ def read_nothing(config: Config) -> None:
     write_down(config, lrs.get_stream().rank)
 
 
-def fail_on_one_rank(config: Config) -> None:
-    """Rank 1 raises at step 3; every step is a collective."""
+class FailingCollate(ArrowBatchCollateFn):
+    """A collate function that comes to a row which it cannot handle."""
+
+    def __call__(self, batch: pa.Table) -> torch.Tensor:  # type: ignore[override]
+        fail_late({"id": batch["id"].to_pylist()})
+        return torch.tensor(batch["id"].to_pylist())
+
+
+def fail_somewhere(config: Config) -> None:
+    """Fails where ``config["where"]`` says, in the middle of the epoch; every step is a collective."""
     stream = lrs.get_stream()
-    for step, batch in enumerate(stream.iter_batches(global_batch_size=16)):
-        if stream.rank == 1 and step == 3:
-            raise KeyError("the user's own mistake")
-        torch.distributed.all_reduce(torch.tensor([len(batch["id"])]))
+    collate = FailingCollate() if config["where"] == "collate function" else SlowIds()
+    for step, ids in enumerate(stream.iter_torch_batches(global_batch_size=16, collate_fn=collate)):
+        if config["where"] == "training function" and stream.rank == 1 and step == 3:
+            raise OwnError("cannot handle step 3")
+        torch.distributed.all_reduce(torch.tensor([len(ids)]))
+
+
+def train_until_told(config: Config) -> None:
+    """A checkpoint every four steps; waits after step 6 for the file ``go``."""
+    stream = lrs.get_stream()
+    step = _load(stream)
+    for batch in stream.iter_batches(global_batch_size=16):
+        write_down(config, stream.rank, step=step, ids=batch["id"].tolist())
+        step += 1
+        if step % 4 == 0:
+            _save(stream, step)
+        if step == 6:
+            _wait_until_saved(4)
+            Path(config["out"], f"waiting_{stream.rank}").touch()
+            while not Path(config["out"], "go").exists():
+                time.sleep(0.05)
