@@ -219,14 +219,15 @@ def _report_published(args: Any, uris: dict[int, str]) -> None:
         for rows, uri in uris.items():
             for splits in (args.splits // 8, args.splits):
                 spec, planner = _spec(uri, splits, algorithm), PlannerActor.start()
-                plan = planner.plan(spec, 0)
-                asked = statistics.median(seconds(lambda p=planner, s=spec: p.plan(s, 0)) for _ in range(9))
-                own = plan.rows_of(range(8))
+                groups = [range(first, first + 8) for first in range(0, splits, 8)]
+                plans = [planner.plan(spec, 0, group) for group in groups]
+                asked = seconds(lambda p=planner, s=spec, g=groups: [p.plan(s, 0, group) for group in g]) / len(groups)
+                plan, own = plans[0], plans[0].rows_to_fetch()
                 cuts = _windows(rows, splits, splits // 8, 512)
                 position = np.zeros(8, dtype=np.int64)
                 source = WindowDatasource(spec, epoch=0, rows=own, position=position, windows=cuts, num_workers=1)
                 tasks = [len(ray.cloudpickle.dumps(task)) for task in source.get_read_tasks(1)]
-                stored = sum(ray.get(ref).nbytes for ref in plan.row_ids or ())
+                stored = sum(ray.get(ref).nbytes for plan in plans for ref in plan.row_ids or ())
                 cursor = Cursor(SplitLayout(splits), rank=0, world_size=1, epoch=0)
                 state = len(json.dumps(Progress(spec, cursor, planner).state_dict()))
                 sizes = (f"{len(ray.cloudpickle.dumps(plan)):,}", f"{max(tasks):,}", f"{state:,}")

@@ -16,7 +16,7 @@ from lance_ray_stream.errors import InvalidArgumentError
 from lance_ray_stream.iterator import StreamIterator
 from lance_ray_stream.layout import SplitLayout
 from lance_ray_stream.plan import build_plan
-from lance_ray_stream.planner import LocalPlanner, PublishedPlan
+from lance_ray_stream.planner import LocalPlanner
 from lance_ray_stream.position import num_batches, rows_of_window, windows
 from lance_ray_stream.progress import Progress
 from lance_ray_stream.reader import ROW_ID, read_rows
@@ -216,7 +216,7 @@ class PlanBackend:
         _collect(steps_of, runs, steps, interleave=True)
         return runs
 
-    def _steps(self, rank: Progress, num_workers: int, batch_size: int, drop_last: bool) -> Steps:
+    def _steps(self, rank: Progress[EpochPlan], num_workers: int, batch_size: int, drop_last: bool) -> Steps:
         due, waiting = rank.rows_left, list[Any]()
         rank.begin_reading()
         windows_left = self._windows(rank.cursor, due, num_workers)
@@ -253,16 +253,9 @@ class _Plans:
         self._key = key
         self._epochs: dict[int, tuple[EpochPlan, list[list[Any]]]] = {}
 
-    def plan(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
-        """As :meth:`Planner.plan`, without row ids."""
-        plan, _ = self.epoch(spec, epoch)
-        return PublishedPlan(
-            epoch=epoch,
-            num_splits=plan.num_splits,
-            rows=plan.rows,
-            rows_per_split=plan.rows_per_split,
-            fingerprint=plan.fingerprint,
-        )
+    def plan(self, spec: StreamSpec, epoch: int, splits: range) -> EpochPlan:
+        """As :meth:`Planner.plan`, with all splits."""
+        return self.epoch(spec, epoch)[0]
 
     def epoch(self, spec: StreamSpec, epoch: int) -> tuple[EpochPlan, list[list[Any]]]:
         """The plan of an epoch, and its keys."""

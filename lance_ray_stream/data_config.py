@@ -13,7 +13,7 @@ from lance_ray_stream.errors import InvalidArgumentError
 from lance_ray_stream.feed import Feed
 from lance_ray_stream.iterator import StreamIterator
 from lance_ray_stream.layout import SplitLayout, check_int
-from lance_ray_stream.planner import Planner, PlannerActor
+from lance_ray_stream.planner import Planner, PlannerActor, PublishedPlan
 from lance_ray_stream.spec import not_enough_rows
 from lance_ray_stream.transforms import check_operators, contains_stream, stream_of
 
@@ -89,7 +89,7 @@ class StreamDataConfig(DataConfig):
         return output
 
     def iterators(
-        self, name: str, dataset: Dataset, world_size: int, *, planner: Planner | None
+        self, name: str, dataset: Dataset, world_size: int, *, planner: Planner[PublishedPlan] | None
     ) -> list[StreamIterator]:
         """The iterators of all ranks for one stream; they share ``planner``, or an actor if None."""
         check_operators(dataset, name)

@@ -92,14 +92,15 @@ class StreamDatasource(Datasource):
             rows = self._rows_per_split()
             return [self._task(_not_planned, rows, per_task_row_limit) for _ in range(self.num_splits)]
         spec, columns = replace(self.spec, num_splits=self.num_splits), self.columns
-        plan = LocalPlanner().plan(spec, self.epoch)
+        plan = LocalPlanner().plan(spec, self.epoch, range(self.num_splits))
+        parts = [plan.part(range(split, split + 1)) for split in plan.splits]
         return [
             self._task(
-                _split_reader(spec, columns, plan.rows_of(range(split, split + 1)), plan.rows_per_split),
-                plan.rows_per_split,
+                _split_reader(spec, columns, part.rows_to_fetch(), part.rows_per_split),
+                part.rows_per_split,
                 per_task_row_limit,
             )
-            for split in range(plan.num_splits)
+            for part in parts
         ]
 
     def _rows_per_split(self) -> int | None:

@@ -50,7 +50,7 @@ class Feed:
         source = WindowDatasource(
             spec,
             epoch=cursor.epoch,
-            rows=plan.rows_of(cursor.splits),
+            rows=plan.rows_to_fetch(),
             position=position,
             windows=list(cuts),
             num_workers=self.num_workers,

@@ -19,7 +19,7 @@ from lance_ray_stream.feed import Feed
 from lance_ray_stream.insight import Insight, summarize
 from lance_ray_stream.layout import SplitLayout, check_int
 from lance_ray_stream.plan import check_epoch
-from lance_ray_stream.planner import Planner
+from lance_ray_stream.planner import Planner, PublishedPlan
 from lance_ray_stream.position import num_batches
 from lance_ray_stream.progress import Progress
 from lance_ray_stream.ray_internals import HookedDataIterator, delivery_seconds, operator_seconds, static_schema
@@ -48,7 +48,7 @@ class StreamIterator(HookedDataIterator):
         num_splits: int,
         rank: int,
         world_size: int,
-        planner: Planner,
+        planner: Planner[PublishedPlan],
         progress: bool = False,
     ) -> None:
         source = stream_of(feed.dataset)

@@ -1,14 +1,15 @@
-"""Plans an epoch once for all ranks and publishes it in Ray's object store, one array per split."""
+"""Plans an epoch once for all ranks, one array per split in Ray's object store, and gives each rank its part."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from lance_ray_stream.epoch_plan import PlannedEpoch
 from lance_ray_stream.errors import PlanError
 from lance_ray_stream.indexed_plan import digest_of, indexed_fingerprint, indexed_order, passing_rows
 from lance_ray_stream.permutation import IndexedOrder
@@ -25,6 +26,7 @@ _PLANNING_BYTES = 45
 
 # A reference in the object store; to what, the attribute that holds it says.
 ObjectRef: TypeAlias = "ray.ObjectRef[Any]"
+PlanT_co = TypeVar("PlanT_co", bound=PlannedEpoch, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,20 @@ FetchRows: TypeAlias = FetchPlanned | FetchComputed
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedPlan:
-    """An epoch's plan that read tasks anywhere can look rows up in.
+    """An epoch's plan, and where read tasks anywhere look up the rows of some of its splits.
 
     Attributes:
+        splits: those splits, contiguous.
         rows: N, rows of the version that pass the filter.
         rows_per_split: L.
-        row_ids: for each split, a reference to its row ids: uint64, shape (rows_per_split,); None if
+        row_ids: for each of ``splits``, a reference to its row ids: uint64, shape (rows_per_split,); None if
             ``order`` computes them.
-        order: the formula; None if the plan was built.
+        order: the formula, of all splits; None if the plan was built.
         passing: reference to the row ids that pass the filter, which the formula is over; None without a filter.
     """
 
     epoch: int
-    num_splits: int
+    splits: range
     rows: int
     rows_per_split: int
     fingerprint: str
@@ -80,19 +83,24 @@ class PublishedPlan:
     order: IndexedOrder | None = None
     passing: ObjectRef | None = None
 
-    def rows_of(self, splits: range) -> FetchRows:
-        """The order of some contiguous splits, small enough to travel with every read task."""
+    def part(self, splits: range) -> PublishedPlan:
+        """The same plan with some of its splits: what does not grow with the others."""
+        first = self.splits.start
+        row_ids = None if self.row_ids is None else self.row_ids[splits.start - first : splits.stop - first]
+        return replace(self, splits=splits, row_ids=row_ids)
+
+    def rows_to_fetch(self) -> FetchRows:
+        """The order of its splits, small enough to travel with every read task."""
         if self.order is not None:
-            return FetchComputed(self.order, splits.start, self.passing)
-        assert self.row_ids is not None
-        return FetchPlanned(ray.put(self.row_ids[splits.start : splits.stop]))
+            return FetchComputed(self.order, self.splits.start, self.passing)
+        return FetchPlanned(ray.put(self.row_ids))
 
 
-class Planner(Protocol):
+class Planner(Protocol[PlanT_co]):
     """Who can be asked for the plan of an epoch."""
 
-    def plan(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
-        """The plan of ``epoch``, built if it is not known yet."""
+    def plan(self, spec: StreamSpec, epoch: int, splits: range) -> PlanT_co:
+        """The plan of ``epoch`` with the rows of contiguous ``splits``, built if it is not known yet."""
         ...
 
 
@@ -103,8 +111,11 @@ class LocalPlanner:
         self._plans: dict[tuple[str, int], PublishedPlan] = {}
         self._passing: dict[str, tuple[ObjectRef, int, str]] = {}
 
-    def plan(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
-        """The plan of ``epoch``; the same object for the same order and epoch."""
+    def plan(self, spec: StreamSpec, epoch: int, splits: range) -> PublishedPlan:
+        """The plan of ``epoch`` with the rows of ``splits``, built once for all splits."""
+        return self._whole(spec, epoch).part(splits)
+
+    def _whole(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
         key = (plan_key(spec), epoch)
         if key not in self._plans:
             plan = self._computed(spec, epoch) if spec.shuffle_algorithm == "indexed" else _built(spec, epoch)
@@ -126,7 +137,7 @@ class LocalPlanner:
         order = indexed_order(spec, epoch, rows)
         return PublishedPlan(
             epoch=epoch,
-            num_splits=order.num_splits,
+            splits=range(order.num_splits),
             rows=rows,
             rows_per_split=order.rows_per_split,
             fingerprint=indexed_fingerprint(order, digest),
@@ -139,7 +150,7 @@ def _built(spec: StreamSpec, epoch: int) -> PublishedPlan:
     plan = build_plan(spec, epoch)
     return PublishedPlan(
         epoch=epoch,
-        num_splits=plan.num_splits,
+        splits=range(plan.num_splits),
         rows=plan.rows,
         rows_per_split=plan.rows_per_split,
         fingerprint=plan.fingerprint,
@@ -165,14 +176,14 @@ class PlannerActor:
         )
         return cls(actor.remote())
 
-    def plan(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
-        """The plan of ``epoch``, from the actor; built there by the first rank that asks.
+    def plan(self, spec: StreamSpec, epoch: int, splits: range) -> PublishedPlan:
+        """The plan of ``epoch`` with the rows of ``splits``, from the actor; built there by the first rank that asks.
 
         Raises:
             PlanError: if the actor's process is killed each time that it plans.
         """
         try:
-            plan: PublishedPlan = ray.get(self._handle.plan.remote(spec, epoch))
+            plan: PublishedPlan = ray.get(self._handle.plan.remote(spec, epoch, splits))
         except (ActorDiedError, ActorUnavailableError) as error:
             raise PlanError(
                 f"The planner's process died while it planned epoch {epoch} of {spec.table!r}, each time that it was "

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lance_ray_stream.cursor import Cursor
+from lance_ray_stream.epoch_plan import PlannedEpoch
 from lance_ray_stream.errors import LayoutError, PlanError
-from lance_ray_stream.planner import Planner, PublishedPlan
+from lance_ray_stream.planner import Planner
 from lance_ray_stream.position import ranks_are_even, rows_left, rows_to_deliver
 from lance_ray_stream.provenance import Facts, adopt, check_against_plan, describe
 from lance_ray_stream.spec import StreamSpec
 from lance_ray_stream.state import StreamState, parse_state
 
+# The form of the plans that the planner gives.
+PlanT = TypeVar("PlanT", bound=PlannedEpoch)
 
-class Progress:
+
+class Progress(Generic[PlanT]):
     """A rank's place in a stream.
 
     Args:
@@ -23,11 +27,11 @@ class Progress:
         planner: who is asked for an epoch's plan, when something depends on it.
     """
 
-    def __init__(self, spec: StreamSpec, cursor: Cursor, planner: Planner) -> None:
+    def __init__(self, spec: StreamSpec, cursor: Cursor, planner: Planner[PlanT]) -> None:
         self.spec = spec
         self.cursor = cursor
         self._planner = planner
-        self._plan: PublishedPlan | None = None
+        self._plan: PlanT | None = None
         self._filtered_rows: int | None = None  # the same in every epoch
         self._facts = self._facts_of_table()
 
@@ -50,10 +54,10 @@ class Progress:
         """Rows that every rank still receives in this epoch."""
         return self.cursor.rows_left(self.rows_per_split)
 
-    def plan(self) -> PublishedPlan:
-        """The plan of the current epoch."""
+    def plan(self) -> PlanT:
+        """The plan of the current epoch, with the rows of this rank's splits."""
         if self._plan is None:
-            self._plan = self._planner.plan(self.spec, self.cursor.epoch)
+            self._plan = self._planner.plan(self.spec, self.cursor.epoch, self.cursor.splits)
         return self._plan
 
     def replan(self) -> bool:
@@ -66,12 +70,13 @@ class Progress:
         plan = self.plan()
         if before is not None and plan.fingerprint != before.fingerprint:
             raise PlanError(
-                f"Epoch {plan.epoch} was planned again after the planner's process had died, and became another plan: "
-                f"fingerprint {before.fingerprint} before, {plan.fingerprint} now. Is lancedb the same on all nodes?"
+                f"Epoch {self.cursor.epoch} was planned again after the planner's process had died, and became another "
+                f"plan: fingerprint {before.fingerprint} before, {plan.fingerprint} now. Is lancedb the same on all "
+                "nodes?"
             )
         return plan != before
 
-    def begin_reading(self) -> PublishedPlan:
+    def begin_reading(self) -> PlanT:
         """The plan that the rows from here on come from; states name it from now on."""
         plan = self.plan()
         self._facts = Facts(rows=plan.rows, fingerprint=plan.fingerprint)
@@ -91,7 +96,7 @@ class Progress:
         """Stand where ``state`` says, after proving that it is a state of this stream."""
         saved = parse_state(state)
         spec = adopt(self.spec, saved, strict=strict)
-        plan = self._planner.plan(spec, saved.epoch)
+        plan = self._planner.plan(spec, saved.epoch, self.cursor.splits)
         check_against_plan(saved, plan)
         self._check_even(saved, plan.rows_per_split, strict=strict)
         self.spec, self._filtered_rows = spec, plan.rows

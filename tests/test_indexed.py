@@ -372,10 +372,10 @@ def test_planning_without_a_filter_does_not_look_at_the_table(table):
     spec = of_size(indexed(table), 1001, 8)
     planner = LocalPlanner()
     for epoch in range(5):
-        plan = planner.plan(spec, epoch)
+        plan = planner.plan(spec, epoch, range(8))
         assert plan.fingerprint == build_plan(indexed(table), epoch).fingerprint
         assert (plan.rows, plan.rows_per_split, plan.row_ids, plan.passing) == (1001, 125, None, None)
-        assert planner.plan(spec, epoch) is plan
+        assert planner.plan(spec, epoch, range(8)) == plan
 
 
 @pytest.mark.ray
@@ -384,13 +384,13 @@ def test_a_filter_is_scanned_once_for_all_epochs_of_a_version(table, monkeypatch
     """C70: epochs, seeds and clumps share the rows that pass; another filter has its own."""
     spec = indexed(table, filter="label = 3")
     scans, planner = count_scans(monkeypatch), LocalPlanner()
-    plans = [planner.plan(spec, epoch) for epoch in range(4)]
-    plans.append(planner.plan(replace(spec, shuffle_seed=9, shuffle_clump_size=2, num_splits=4), 0))
+    plans = [planner.plan(spec, epoch, range(8)) for epoch in range(4)]
+    plans.append(planner.plan(replace(spec, shuffle_seed=9, shuffle_clump_size=2, num_splits=4), 0, range(4)))
     assert len(scans) == 1
     assert len({plan.passing for plan in plans}) == 1
     assert len({plan.fingerprint for plan in plans}) == 5
     assert all(plan.rows == 143 for plan in plans)
-    planner.plan(indexed(table, filter="label = 4"), 0)
+    planner.plan(indexed(table, filter="label = 4"), 0, range(8))
     monkeypatch.undo()
     assert plans[1].fingerprint == build_plan(spec, 1).fingerprint
 
@@ -399,11 +399,11 @@ def test_a_billion_rows_are_planned_in_no_memory(table):
     """A formula; what a rank holds is the list of its windows."""
     spec = of_size(indexed(table, shuffle_clump_size=100), BILLION, 4096)
     planner = LocalPlanner()
-    planner.plan(spec, 0)
+    planner.plan(spec, 0, range(8))
     tracemalloc.start()
     try:
-        plan = planner.plan(spec, 1)
-        own = plan.rows_of(range(8, 16))
+        plan = planner.plan(spec, 1, range(8, 16))
+        own = plan.rows_to_fetch()
         planned = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -422,9 +422,9 @@ def test_a_billion_rows_are_planned_in_no_memory(table):
 def test_read_tasks_do_not_grow_with_the_table(table, num_rows):
     """C44: the tasks of one of 512 ranks, as Ray sends them; few of them, and each small."""
     spec = of_size(indexed(table), num_rows, 4096)
-    plan, position = LocalPlanner().plan(spec, 3), np.zeros(8, dtype=np.int64)
+    plan, position = LocalPlanner().plan(spec, 3, range(8)), np.zeros(8, dtype=np.int64)
     cuts = list(windows(position, num_rows=8 * plan.rows_per_split, first_rows=1024, max_rows=max_window_rows(40)))
-    own = plan.rows_of(range(8))
+    own = plan.rows_to_fetch()
     source = WindowDatasource(spec, epoch=3, rows=own, position=position, windows=cuts, num_workers=1)
     sizes = [len(ray.cloudpickle.dumps(task)) for task in source.get_read_tasks(1)]
     assert len(sizes) == len(cuts) <= 30

@@ -24,6 +24,7 @@ from lance_ray_stream.errors import (
     StreamUsageError,
     VersionNotFoundError,
 )
+from lance_ray_stream.spec import StreamSpec
 from lance_ray_stream.table import _open_tables
 from tests.probes import (
     RecordedTable,
@@ -481,9 +482,9 @@ def test_c20_state_dict_asks_nobody(table, monkeypatch):
     local = planner.LocalPlanner()
 
     class Counted:
-        def plan(self, spec, epoch):
+        def plan(self, spec: StreamSpec, epoch: int, splits: range) -> planner.PublishedPlan:
             calls.append(epoch)
-            return local.plan(spec, epoch)
+            return local.plan(spec, epoch, splits)
 
     config = lrs.StreamDataConfig()
     stream = config.iterators("train", lrs.read_stream(table, num_splits=8), 1, planner=Counted())[0]
