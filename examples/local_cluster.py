@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -28,6 +29,8 @@ class LocalCluster:
 
     def __enter__(self) -> LocalCluster:
         self._cluster = Cluster()
+        # Ray notes the cluster's address in this folder, and expects it to be there: on a new machine it is not.
+        Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray").mkdir(exist_ok=True)
         try:
             self._start_node(self._head_cpus, include_dashboard=False)
             ray.init(address=self._cluster.address, log_to_driver=False)

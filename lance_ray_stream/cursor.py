@@ -16,7 +16,8 @@ class Cursor:
     """The position of one rank: an epoch, where its reading began, and the rows received since.
 
     The rows of the other ranks are not seen here, but ranks receive equally many; so their positions
-    follow from this rank's count, exactly as long as they are in step.
+    follow from this rank's count, exactly as long as they are in step. Where ranks have unequally many splits they
+    receive whole cycles, so that all splits stand at the same row.
     """
 
     def __init__(self, layout: SplitLayout, *, rank: int, world_size: int, epoch: int) -> None:
@@ -76,6 +77,10 @@ class Cursor:
     def position(self) -> IntArray:
         """Rows received of every split, int64 of shape (num_splits,)."""
         if is_cycle_boundary(self.start):
+            cycles, inside = divmod(self.received, len(self.splits))
+            if not inside:
+                moved: IntArray = self.start + cycles
+                return moved
             one_group = advance(self.start[: len(self.splits)], self.received)
             return np.tile(one_group, self.world_size)
         # (num_splits,) -> (world_size, splits per rank)
@@ -88,5 +93,8 @@ class Cursor:
         return own
 
     def rows_left(self, rows_per_split: int) -> int:
-        """Rows that every rank still delivers in this epoch."""
-        return rows_to_deliver(self.position(), self.world_size, rows_per_split)
+        """Rows that this rank still delivers in this epoch; ranks have them in proportion to their splits."""
+        position = self.position()
+        if is_cycle_boundary(position):
+            return (rows_per_split - int(position[0])) * len(self.splits)
+        return rows_to_deliver(position, self.world_size, rows_per_split)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ray.actor import ActorHandle
@@ -26,6 +27,10 @@ class StreamDataConfig(DataConfig):
     Args:
         num_workers: reader workers per rank: the threads of one read task, each with a
             contiguous part of the rank's splits. The batches do not depend on it.
+        global_batch_size: rows of a step over all ranks, for iterations that name no size; a multiple of
+            ``num_splits``. One for all streams, or a dictionary by their names.
+        uneven: allow every world size up to ``num_splits``, also where ranks then have unequally many splits; they read
+            by ``global_batch_size`` only, and weigh their losses by ``stream.gradient_weight``.
         progress: rank 0 prints a line to stderr every ten seconds, and when an iteration ends that took longer: epoch,
             step, rows per second, share of the time that it waited for data.
         ray_data_progress: show Ray Data's own progress bars and log lines too, for every rank and epoch.
@@ -34,13 +39,15 @@ class StreamDataConfig(DataConfig):
         enable_shard_locality: as in ``ray.train.DataConfig``, for the datasets that are not streams.
 
     Raises:
-        InvalidArgumentError: if ``num_workers`` is not a positive integer.
+        InvalidArgumentError: if an argument is not of its type, or not positive.
     """
 
     def __init__(
         self,
         *,
         num_workers: int = 1,
+        global_batch_size: int | Mapping[str, int] | None = None,
+        uneven: bool = False,
         progress: bool = True,
         ray_data_progress: bool = False,
         datasets_to_split: Literal["all"] | list[str] = "all",
@@ -56,9 +63,29 @@ class StreamDataConfig(DataConfig):
         self.progress = _check_bool("progress", progress)
         self.ray_data_progress = _check_bool("ray_data_progress", ray_data_progress)
         self.num_workers = check_int("num_workers", num_workers, minimum=1)
+        self.global_batch_size = _check_sizes(global_batch_size)
+        self.uneven = _check_bool("uneven", uneven)
 
     def __repr__(self) -> str:
-        return f"StreamDataConfig(num_workers={self.num_workers})"
+        size = "" if self.global_batch_size is None else f", global_batch_size={self.global_batch_size}"
+        return f"StreamDataConfig(num_workers={self.num_workers}{size}{', uneven=True' if self.uneven else ''})"
+
+    def layout(self, name: str, num_splits: int) -> SplitLayout:
+        """How the splits of a stream are dealt out.
+
+        Raises:
+            LayoutError: if the stream's ``global_batch_size`` is no multiple of ``num_splits``.
+        """
+        layout = SplitLayout(num_splits, uneven=self.uneven)
+        size = self.batch_size_of(name)
+        if size is not None:
+            layout.check_global_batch_size(size)
+        return layout
+
+    def batch_size_of(self, name: str) -> int | None:
+        """The ``global_batch_size`` of a stream, if it has one."""
+        sizes = self.global_batch_size
+        return sizes.get(name) if isinstance(sizes, Mapping) else sizes
 
     def configure(
         self,
@@ -71,13 +98,15 @@ class StreamDataConfig(DataConfig):
         """One dictionary of iterators per rank. Has no side effects on itself or the datasets.
 
         Raises:
-            LayoutError: if ``world_size`` is illegal for a stream, naming those that work.
+            InvalidArgumentError: if ``global_batch_size`` names what is no stream.
+            LayoutError: if ``world_size`` or ``global_batch_size`` is illegal for a stream, naming those that work.
             NotEnoughRowsError: if ``num_splits=None`` became more splits than there are rows.
             UnsupportedOperatorError: if a stream's transforms cannot keep one row per row.
         """
         check_int("world_size", world_size, minimum=1)
         streams = {name: dataset for name, dataset in datasets.items() if contains_stream(dataset)}
         others = {name: dataset for name, dataset in datasets.items() if name not in streams}
+        self._check_names(streams)
         # Streams first: what is illegal is refused before anything is started or made per rank.
         iterators = {name: self.iterators(name, dataset, world_size, planner=None) for name, dataset in streams.items()}
         output: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
@@ -103,7 +132,8 @@ class StreamDataConfig(DataConfig):
                 f"SplitLayout.for_world_sizes([...]).num_splits, to make the run elastic.",
                 stacklevel=2,
             )
-        SplitLayout(num_splits).check(world_size, self.num_workers)
+        layout = self.layout(name, num_splits)
+        layout.check(world_size, self.num_workers)
         if source.spec.total_rows < num_splits:  # only possible if num_splits came from the world size
             raise not_enough_rows(repr(source.spec.table), source.spec.total_rows, num_splits, None)
         feed = Feed(
@@ -119,7 +149,8 @@ class StreamDataConfig(DataConfig):
                 feed,
                 progress=self.progress,
                 name=name,
-                num_splits=num_splits,
+                layout=layout,
+                global_batch_size=self.batch_size_of(name),
                 rank=rank,
                 world_size=world_size,
                 planner=planner,
@@ -127,12 +158,27 @@ class StreamDataConfig(DataConfig):
             for rank in range(world_size)
         ]
 
+    def _check_names(self, streams: Mapping[str, Dataset]) -> None:
+        sizes = self.global_batch_size if isinstance(self.global_batch_size, Mapping) else {}
+        unknown = [name for name in sizes if name not in streams]
+        if unknown:
+            raise InvalidArgumentError(
+                f"StreamDataConfig(global_batch_size=...) names {', '.join(map(repr, unknown))}; the streams of the "
+                f"trainer are {', '.join(map(repr, streams)) or 'none'}."
+            )
+
     def _options(self, name: str) -> ExecutionOptions:
         """The user's options for a dataset; those of the present context if there are none."""
         options = self._execution_options
         if isinstance(options, dict):
             options = options.get(name)
         return options or DataContext.get_current().execution_options
+
+
+def _check_sizes(value: int | Mapping[str, int] | None) -> int | dict[str, int] | None:
+    if isinstance(value, Mapping):
+        return {name: check_int(f"global_batch_size[{name!r}]", size, minimum=1) for name, size in value.items()}
+    return None if value is None else check_int("global_batch_size", value, minimum=1)
 
 
 def _check_bool(name: str, value: object) -> bool:

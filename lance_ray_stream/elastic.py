@@ -109,7 +109,8 @@ def legal_world_sizes(datasets: dict[str, Any], dataset_config: DataConfig, scal
         raise InvalidArgumentError(
             f"ScalingConfig(num_workers={asked}) would start without workers; the least that works is 1."
         )
-    legal = set.intersection(*(set(SplitLayout(splits).world_sizes(workers)) for splits in num_splits.values()))
+    layouts = [dataset_config.layout(name, splits) for name, splits in num_splits.items()]
+    legal = set.intersection(*(set(layout.world_sizes(workers)) for layout in layouts))
     inside = sorted(size for size in legal if low <= size <= high)
     if not inside:
         raise LayoutError(_no_legal_size(num_splits, workers, legal, low, high))

@@ -22,6 +22,7 @@ from lance_ray_stream.plan import check_epoch
 from lance_ray_stream.planner import Planner, PublishedPlan
 from lance_ray_stream.position import num_batches
 from lance_ray_stream.progress import Progress
+from lance_ray_stream.rank_facts import RankFacts
 from lance_ray_stream.ray_internals import HookedDataIterator, delivery_seconds, operator_seconds, static_schema
 from lance_ray_stream.transforms import stream_of
 
@@ -29,7 +30,7 @@ from lance_ray_stream.transforms import stream_of
 _ROWS_AT_ONCE = 1_024
 
 
-class StreamIterator(HookedDataIterator):
+class StreamIterator(RankFacts, HookedDataIterator):
     """One rank's part of a stream: a ``ray.data.DataIterator`` with a position.
 
     Made by :class:`StreamDataConfig`; get it in the training function with
@@ -45,29 +46,30 @@ class StreamIterator(HookedDataIterator):
         feed: Feed,
         *,
         name: str,
-        num_splits: int,
+        layout: SplitLayout,
         rank: int,
         world_size: int,
         planner: Planner[PublishedPlan],
+        global_batch_size: int | None = None,
         progress: bool = False,
     ) -> None:
         source = stream_of(feed.dataset)
+        self._cursor = Cursor(layout, rank=rank, world_size=world_size, epoch=source.epoch)
+        self._progress = Progress(replace(source.spec, num_splits=layout.num_splits), self._cursor, planner)
+        self._global_batch_size = global_batch_size
         self._feed = feed
         self._name = name
-        self._cursor = Cursor(SplitLayout(num_splits), rank=rank, world_size=world_size, epoch=source.epoch)
-        self._progress = Progress(replace(source.spec, num_splits=num_splits), self._cursor, planner)
         self._live: weakref.ref[Iteration] | None = None
         self._running: Dataset | None = None
         self._count_batches = True
         self._insight = Insight(name, rank, progress=progress)
 
     def __repr__(self) -> str:
-        cursor = self._cursor
-        own = cursor.position()[self.splits.start : self.splits.stop]
+        own = self._cursor.position()[self.splits.start : self.splits.stop]
         return (
-            f"StreamIterator({self._name!r}, rank={cursor.rank}/{cursor.world_size}, "
-            f"splits={cursor.splits.start}..{cursor.splits.stop - 1} of {self.num_splits}, "
-            f"epoch={cursor.epoch}, rows_received={int(own.sum())})"
+            f"StreamIterator({self._name!r}, rank={self.rank}/{self.world_size}, "
+            f"splits={self.splits.start}..{self.splits.stop - 1} of {self.num_splits}, "
+            f"epoch={self.epoch}, rows_received={int(own.sum())})"
         )
 
     def _repr_html_(self) -> str:
@@ -84,65 +86,7 @@ class StreamIterator(HookedDataIterator):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_live": None, "_running": None}
 
-    # --- who and where -------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """The rank that this iterator feeds."""
-        return self._cursor.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._cursor.world_size
-
-    @property
-    def num_splits(self) -> int:
-        """The number of splits of the stream."""
-        return self._cursor.layout.num_splits
-
-    @property
-    def splits(self) -> range:
-        """The contiguous splits of this rank."""
-        return self._cursor.splits
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration delivers."""
-        return self._cursor.epoch
-
-    @property
-    def rows_per_split(self) -> int:
-        """L: rows of each split in an epoch."""
-        return self._progress.rows_per_split
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Rows that this rank receives in a whole epoch."""
-        return self.rows_per_split * len(self.splits)
-
-    @property
-    def table_rows(self) -> int:
-        """Rows of the pinned version of the table, before the filter."""
-        return self._progress.spec.total_rows
-
-    @property
-    def rows(self) -> int:
-        """N: rows of the pinned version that pass the filter."""
-        return self._progress.rows
-
-    @property
-    def dropped_rows(self) -> int:
-        """Rows of the table (after the filter) that an epoch leaves out, ``N % num_splits``, over all ranks."""
-        return self.rows % self.num_splits
-
-    def local_batch_size(self, global_batch_size: int) -> int:
-        """Rows of one step on this rank.
-
-        Raises:
-            LayoutError: if the numbers do not fit, listing those that do.
-        """
-        return self._cursor.layout.local_batch_size(global_batch_size, self.world_size)
+    # --- position and state ----------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the first row of ``epoch``; keeps the position if the stream is in that epoch already."""
@@ -150,8 +94,6 @@ class StreamIterator(HookedDataIterator):
         if epoch != self.epoch:
             self._refuse_while_live("set_epoch to another epoch")
             self._progress.jump(epoch)
-
-    # --- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What was received so far, as a small JSON object; see docs/checkpoints.md.
@@ -194,7 +136,7 @@ class StreamIterator(HookedDataIterator):
     ) -> StreamBatches:
         """As ``DataIterator.iter_batches``, with ``global_batch_size`` in place of ``batch_size``."""
         batches = super().iter_batches(
-            batch_size=self._batch_size(global_batch_size, batch_size),
+            batch_size=self.batch_rows(global_batch_size, batch_size),
             prefetch_batches=prefetch_batches,
             batch_format=batch_format,
             drop_last=drop_last,
@@ -232,7 +174,7 @@ class StreamIterator(HookedDataIterator):
             if isinstance(schema, pa.Schema):
                 collate_fn.check(schema)
         batches = super().iter_torch_batches(
-            batch_size=self._batch_size(global_batch_size, batch_size),
+            batch_size=self.batch_rows(global_batch_size, batch_size),
             prefetch_batches=prefetch_batches,
             dtypes=dtypes,
             device=device,
@@ -247,33 +189,23 @@ class StreamIterator(HookedDataIterator):
         self, *, global_batch_size: int | None = None, batch_size: int | None = None, **kwargs: Any
     ) -> Iterable[Any]:
         """As ``DataIterator.iter_tf_batches``, with ``global_batch_size`` in place of ``batch_size``."""
-        return super().iter_tf_batches(batch_size=self._batch_size(global_batch_size, batch_size), **kwargs)
+        return super().iter_tf_batches(batch_size=self.batch_rows(global_batch_size, batch_size), **kwargs)
 
     def iter_jax_batches(
         self, *, global_batch_size: int | None = None, batch_size: int | None = None, **kwargs: Any
     ) -> Iterable[Any]:
         """As ``DataIterator.iter_jax_batches``, with ``global_batch_size`` in place of ``batch_size``."""
-        return super().iter_jax_batches(batch_size=self._batch_size(global_batch_size, batch_size), **kwargs)
+        return super().iter_jax_batches(batch_size=self.batch_rows(global_batch_size, batch_size), **kwargs)
 
     def iter_rows(self) -> Iterator[dict[str, Any]]:
         """As ``DataIterator.iter_rows``; the position moves with every row."""
+        self.check_equal_groups("iter_rows()")
         for batch in self._batches(count_batches=False, batch_size=_ROWS_AT_ONCE, batch_format="pyarrow"):
             rows: Iterator[dict[str, Any]] = BlockAccessor.for_block(batch).iter_rows(public_row_format=True)
             for row in rows:
                 self._insight.meter.rows += 1
                 self._cursor.receive(1)
                 yield row
-
-    def _batch_size(self, global_batch_size: int | None, batch_size: int | None) -> int:
-        if (global_batch_size is None) == (batch_size is None):
-            raise InvalidArgumentError(
-                "Give one of global_batch_size (rows of a step over all ranks, a multiple of "
-                f"num_splits={self.num_splits}: the same batches for every number of ranks) and batch_size (rows of a "
-                f"step on each rank); got global_batch_size={global_batch_size}, batch_size={batch_size}."
-            )
-        if global_batch_size is not None:
-            return self.local_batch_size(global_batch_size)
-        return check_int("batch_size", batch_size, minimum=1)
 
     def _batches(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -35,23 +35,34 @@ def check_int(name: str, value: object, *, minimum: int | None = None, maximum: 
 class SplitLayout:
     """How ``num_splits`` splits are dealt to ranks, to their reader workers, and to global batches.
 
-    Rank r of ``world_size`` W owns the contiguous split group ``[r*k, (r+1)*k)`` with
-    ``k = num_splits // W``; its reader worker w owns the w-th contiguous part of that group.
+    Rank r of ``world_size`` W owns the contiguous split group ``[r*S//W, (r+1)*S//W)`` of S = ``num_splits``;
+    its reader worker w owns the w-th contiguous part of that group, cut by the same rule.
+
+    Args:
+        num_splits: S.
+        uneven: whether groups may differ by one split, which makes every world size up to ``num_splits`` legal. If
+            not, ``num_splits`` has to be a multiple of the world size, and of its reader workers.
 
     >>> layout = SplitLayout(48)
     >>> layout.splits_of(rank=1, world_size=8)
     range(6, 12)
     >>> layout.world_sizes()
     [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
+    >>> [len(SplitLayout(48, uneven=True).splits_of(rank, world_size=5)) for rank in range(5)]
+    [9, 10, 9, 10, 10]
 
     Raises:
         InvalidArgumentError: if ``num_splits`` is not a positive integer.
     """
 
     num_splits: int
+    uneven: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_splits", check_int("num_splits", self.num_splits, minimum=1))
+
+    def __repr__(self) -> str:
+        return f"SplitLayout(num_splits={self.num_splits}{', uneven=True' if self.uneven else ''})"
 
     def _repr_html_(self) -> str:
         sizes = self.world_sizes()
@@ -82,17 +93,37 @@ class SplitLayout:
         """
         self.check(world_size, num_workers)
         check_member("rank", rank, "world_size", world_size)
-        ranks = self.num_splits // world_size
+        group = _part(range(self.num_splits), rank, world_size)
         if worker is None:
-            return range(rank * ranks, (rank + 1) * ranks)
+            return group
         check_member("worker", worker, "num_workers", num_workers)
-        workers = ranks // num_workers
-        start = rank * ranks + worker * workers
-        return range(start, start + workers)
+        return _part(group, worker, num_workers)
+
+    def is_even(self, world_size: int) -> bool:
+        """Whether all ranks have equally many splits."""
+        return self.num_splits % world_size == 0
+
+    def gradient_weight(self, rank: int, world_size: int) -> float:
+        """What a rank multiplies its mean loss by, so that the mean over ranks is the mean over the global batch.
+
+        A rank with k of S splits has k/S of every global batch. Distributed data parallel takes the mean over W ranks,
+        which gives each of them 1/W; so the weight is ``k * W / S``: 1 where groups are equal.
+
+        >>> [SplitLayout(48, uneven=True).gradient_weight(rank, 5) for rank in range(5)]
+        [0.9375, 1.0416666666666667, 0.9375, 1.0416666666666667, 1.0416666666666667]
+        """
+        return len(self.splits_of(rank, world_size)) * world_size / self.num_splits
 
     def world_sizes(self, num_workers: int = 1, up_to: int | None = None) -> list[int]:
-        """Every legal world size, ascending: those with ``num_splits % (world_size * num_workers) == 0``."""
+        """Every legal world size, ascending: those with ``num_splits % (world_size * num_workers) == 0``.
+
+        With ``uneven``, those that give every reader worker a split.
+        """
         num_workers = check_int("num_workers", num_workers, minimum=1)
+        if self.uneven:
+            most = self.num_splits // num_workers
+            limit = most if up_to is None else min(most, check_int("up_to", up_to, minimum=1))
+            return list(range(1, limit + 1))
         if self.num_splits % num_workers:
             return []
         per_worker = self.num_splits // num_workers
@@ -108,11 +139,17 @@ class SplitLayout:
         """
         world_size = check_int("world_size", world_size, minimum=1)
         num_workers = check_int("num_workers", num_workers, minimum=1)
+        if global_batch_size is not None:
+            self.check_global_batch_size(global_batch_size)
+        if self.uneven:
+            self._check_enough(world_size, num_workers)
+            return
         if self.num_splits % world_size:
             raise LayoutError(
                 f"num_splits={self.num_splits} cannot be dealt evenly to world_size={world_size}. "
                 f"World sizes that work: {_listed(self.world_sizes())}. "
-                f"num_splits that work for this world size: {_multiples(world_size, self.num_splits)}."
+                f"num_splits that work for this world size: {_multiples(world_size, self.num_splits)}. "
+                "StreamDataConfig(uneven=True) makes every world size legal."
             )
         if self.num_splits % (world_size * num_workers):
             group = self.num_splits // world_size
@@ -122,8 +159,14 @@ class SplitLayout:
                 f"num_workers that work here: {_listed(_divisors(group))}. "
                 f"num_splits that work for these: {_multiples(world_size * num_workers, self.num_splits)}."
             )
-        if global_batch_size is not None:
-            self.check_global_batch_size(global_batch_size)
+
+    def _check_enough(self, world_size: int, num_workers: int) -> None:
+        if self.num_splits < world_size * num_workers:
+            raise LayoutError(
+                f"num_splits={self.num_splits} are too few for world_size={world_size} with num_workers={num_workers} "
+                f"reader workers each: every one needs a split. World sizes that work: 1 to "
+                f"{self.num_splits // num_workers}."
+            )
 
     def check_global_batch_size(self, global_batch_size: int) -> int:
         """``global_batch_size`` if it is a multiple of ``num_splits``, so that a step is whole cycles.
@@ -140,10 +183,23 @@ class SplitLayout:
             )
         return size
 
-    def local_batch_size(self, global_batch_size: int, world_size: int) -> int:
-        """Rows of one step on one rank: ``global_batch_size // world_size``, after all checks."""
+    def local_batch_size(self, global_batch_size: int, world_size: int, rank: int | None = None) -> int:
+        """Rows of one step on one rank, after all checks: its splits' share of ``global_batch_size``.
+
+        Args:
+            rank: which one; may be left out where all have the same.
+
+        Raises:
+            InvalidArgumentError: without ``rank`` where ranks have unequally many splits.
+            LayoutError: if the numbers do not fit, listing those that do.
+        """
         self.check(world_size, global_batch_size=global_batch_size)
-        return global_batch_size // world_size
+        if rank is None and not self.is_even(world_size):
+            raise InvalidArgumentError(
+                f"With num_splits={self.num_splits} over world_size={world_size}, local batches differ between ranks: "
+                "name the rank."
+            )
+        return global_batch_size // self.num_splits * len(self.splits_of(rank or 0, world_size))
 
     def rows_of_step(
         self, step: int, global_batch_size: int, *, rank: int | None = None, world_size: int = 1
@@ -174,6 +230,11 @@ def check_member(name: str, value: int, total_name: str, total: int) -> int:
     if not 0 <= value < total:
         raise InvalidArgumentError(f"{name}={value} is outside 0 .. {total - 1} ({total_name}={total}).")
     return value
+
+
+def _part(splits: range, member: int, of: int) -> range:
+    """The ``member``-th of ``of`` contiguous parts, which differ by at most one split."""
+    return splits[member * len(splits) // of : (member + 1) * len(splits) // of]
 
 
 def _divisors(number: int) -> list[int]:

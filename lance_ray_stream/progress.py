@@ -112,23 +112,30 @@ class Progress(Generic[PlanT]):
     def _check_even(self, saved: StreamState, rows_per_split: int, *, strict: bool) -> None:
         """Refuse, or warn of, a state from which ranks would have unequal rests: all stop at the smallest (G6)."""
         layout, world_size = self.cursor.layout, self.cursor.world_size
-        left = rows_left(saved.position, rows_per_split)
-        lost = left - world_size * rows_to_deliver(saved.position, world_size, rows_per_split)
-        if not lost:
+        if ranks_are_even(saved.position, world_size):
             return
         text = (
             f"The state was saved inside a cycle: its splits stand at {saved.position.min()} to {saved.position.max()} "
-            f"rows, so that the ranks of world_size={world_size} have unequally many rows left. All would stop at the "
-            f"smallest rest, and the last {lost} of the epoch's {left} rows would not be delivered."
+            f"rows, so that the ranks of world_size={world_size} "
         )
-        if not strict:
-            warnings.warn(text, stacklevel=4)
-            return
+        if layout.is_even(world_size):
+            left = rows_left(saved.position, rows_per_split)
+            lost = left - world_size * rows_to_deliver(saved.position, world_size, rows_per_split)
+            text += (
+                "have unequally many rows left. All would stop at the smallest rest, and the last "
+                f"{lost} of the epoch's {left} rows would not be delivered."
+            )
+            if not strict:
+                warnings.warn(text, stacklevel=4)
+                return
+            way_out = "load_state_dict(state, strict=False) accepts it. "
+        else:
+            text += "with their unequally many splits could not go on in step."
+            way_out = ""
         fitting = [str(size) for size in layout.world_sizes() if ranks_are_even(saved.position, size)]
         raise LayoutError(
-            f"{text} World sizes without this loss: {', '.join(fitting)}. load_state_dict(state, strict=False) accepts "
-            f"it. A global_batch_size that is a multiple of num_splits={layout.num_splits} avoids it for every world "
-            "size."
+            f"{text} World sizes without this loss: {', '.join(fitting)}. {way_out}A global_batch_size that is a "
+            f"multiple of num_splits={layout.num_splits} avoids it for every world size."
         )
 
     def _facts_of_table(self) -> Facts:

@@ -40,7 +40,7 @@ def read_window(
     # A table without columns has a row count that concat_tables forgets, and nothing to put in order.
     if num_workers == 1 or columns == ():
         return read(wanted)
-    worker = split // (len(position) // num_workers)
+    worker = ((split + 1) * num_workers - 1) // len(position)  # the parts of SplitLayout.splits_of
     parts = [np.flatnonzero(worker == number) for number in range(num_workers)]
     with ThreadPoolExecutor(num_workers) as pool:
         tables = list(pool.map(lambda part: read(wanted[part]), parts))

@@ -33,6 +33,7 @@ LAYERS = {
         "batches",
         "insight",
         "resources",
+        "rank_facts",
         "iterator",
         "data_config",
         "read",

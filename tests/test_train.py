@@ -57,7 +57,7 @@ def test_c52_a_killed_worker_and_other_world_sizes(tmp_path):
     datasets = {"train": lrs.read_stream(table, num_splits=8).map_batches(train_loops.with_twice)}
     clean = [sorted(step) for epoch in range(2) for step in in_steps(oracle(table, 8, epoch=epoch), 16)]
     loop = train_loops.train_with_checkpoints
-    options = {"epochs": 2, "global_batch_size": 16, "kill_at": 6}
+    options: dict[str, Any] = {"epochs": 2, "global_batch_size": 16, "kill_at": 6}
 
     fit(loop, tmp_path, datasets, num_workers=2, run="two", max_failures=1, stop_at=10, **options)
     lines = train_loops.written(tmp_path, "two")

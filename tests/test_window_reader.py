@@ -50,7 +50,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("start", POSITIONS)
 def test_g1_windows_are_the_order_of_delivery(table, plan, start, num_workers) -> None:
     """C07, G1: all windows of a group together are its rest, in order, for every number of reader workers."""

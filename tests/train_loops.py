@@ -50,9 +50,11 @@ def fit(
     num_workers: int,
     run: str,
     max_failures: int = 0,
+    dataset_config: lrs.StreamDataConfig | None = None,
     **config: Any,
 ) -> Result:
     """Run ``loop`` on real workers, with checkpoints in ``tmp_path``; it goes on from the latest that is there."""
+    tmp_path.mkdir(exist_ok=True)
     trainer = TorchTrainer(
         loop,
         train_loop_config={"out": str(tmp_path), "run": run, **config},
@@ -61,7 +63,7 @@ def fit(
             name="run", storage_path=str(tmp_path / "storage"), failure_config=FailureConfig(max_failures=max_failures)
         ),
         datasets=datasets,
-        dataset_config=lrs.StreamDataConfig(),
+        dataset_config=dataset_config or lrs.StreamDataConfig(),
     )
     return trainer.fit()
 
@@ -177,6 +179,28 @@ def _load(stream: lrs.StreamIterator) -> int:
         saved = json.loads(Path(folder, "state.json").read_text())
     stream.load_state_dict(saved["stream"])
     return int(saved["step"])
+
+
+def train_a_model(config: Config) -> None:
+    """Two epochs of a small network under DistributedDataParallel, each rank's loss weighted by its share."""
+    stream = lrs.get_stream()
+    torch.manual_seed(7)
+    model = ray.train.torch.prepare_model(
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    steps = 0
+    for epoch in range(2):
+        stream.set_epoch(epoch)
+        for batch in stream.iter_torch_batches():
+            target = torch.sin(batch["id"].float())
+            loss = torch.nn.functional.mse_loss(model(batch["vector"] / 100).squeeze(1), target)
+            optimizer.zero_grad()
+            (loss * stream.gradient_weight).backward()
+            optimizer.step()
+            steps += 1
+    parameters = [float(value) for tensor in model.parameters() for value in tensor.flatten()]
+    write_down(config, stream.rank, parameters=parameters, steps=steps)
 
 
 def read_in_local_mode(config: Config) -> None:
