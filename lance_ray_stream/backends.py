@@ -257,6 +257,9 @@ class _Plans:
         """As :meth:`Planner.plan`, with all splits."""
         return self.epoch(spec, epoch)[0]
 
+    def plan_ahead(self, spec: StreamSpec, epoch: int) -> None:
+        """Nothing: plans are made when they are needed."""
+
     def epoch(self, spec: StreamSpec, epoch: int) -> tuple[EpochPlan, list[list[Any]]]:
         """The plan of an epoch, and its keys."""
         if epoch not in self._epochs:

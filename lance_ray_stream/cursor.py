@@ -42,6 +42,14 @@ class Cursor:
         self.start = position.copy()
         self.received = 0
 
+    def of_epoch(self, epoch: int) -> Cursor:
+        """This rank at the first row of ``epoch``."""
+        return Cursor(self.layout, rank=self.rank, world_size=self.world_size, epoch=epoch)
+
+    def is_at_start(self) -> bool:
+        """Whether no row of the epoch was received, by any rank."""
+        return not self.received and not self.start.any()
+
     def receive(self, num_rows: int) -> None:
         """Count rows that were handed to the trainer."""
         self.received += num_rows

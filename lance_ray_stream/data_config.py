@@ -31,6 +31,10 @@ class StreamDataConfig(DataConfig):
             ``num_splits``. One for all streams, or a dictionary by their names.
         uneven: allow every world size up to ``num_splits``, also where ranks then have unequally many splits; they read
             by ``global_batch_size`` only, and weigh their losses by ``stream.gradient_weight``.
+        prepare_next_epoch: read the first rows of the next epoch while the last ones of the present epoch are trained
+            on, so that there is no gap between them. Takes up to 128 MiB of the object store per rank, and lets go of
+            them 30 seconds after an epoch that no other follows. Only in Ray Train's workers, and not where a
+            transform runs on actors.
         progress: rank 0 prints a line to stderr every ten seconds, and when an iteration ends that took longer: epoch,
             step, rows per second, share of the time that it waited for data.
         ray_data_progress: show Ray Data's own progress bars and log lines too, for every rank and epoch.
@@ -48,6 +52,7 @@ class StreamDataConfig(DataConfig):
         num_workers: int = 1,
         global_batch_size: int | Mapping[str, int] | None = None,
         uneven: bool = False,
+        prepare_next_epoch: bool = True,
         progress: bool = True,
         ray_data_progress: bool = False,
         datasets_to_split: Literal["all"] | list[str] = "all",
@@ -60,6 +65,7 @@ class StreamDataConfig(DataConfig):
             enable_shard_locality=enable_shard_locality,
         )
         self._execution_options = execution_options
+        self.prepare_next_epoch = _check_bool("prepare_next_epoch", prepare_next_epoch)
         self.progress = _check_bool("progress", progress)
         self.ray_data_progress = _check_bool("ray_data_progress", ray_data_progress)
         self.num_workers = check_int("num_workers", num_workers, minimum=1)
@@ -141,6 +147,7 @@ class StreamDataConfig(DataConfig):
             dataset=dataset,
             num_workers=self.num_workers,
             options=self._options(name),
+            prepare_next_epoch=self.prepare_next_epoch,
             quiet=not self.ray_data_progress,
         )
         planner = planner or PlannerActor.start()

@@ -28,6 +28,7 @@ class Feed:
         dataset: the user's dataset, with the transforms over the stream.
         num_workers: reader workers of the rank.
         options: Ray Data's options for each execution.
+        prepare_next_epoch: whether the next epoch is begun before the present one has ended.
         quiet: without Ray Data's own progress bars and log lines.
     """
 
@@ -35,6 +36,7 @@ class Feed:
     dataset: Dataset
     num_workers: int
     options: ExecutionOptions
+    prepare_next_epoch: bool = True
     quiet: bool = True
 
     def rest_of_epoch(self, spec: StreamSpec, plan: PublishedPlan, cursor: Cursor) -> Dataset:

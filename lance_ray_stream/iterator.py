@@ -23,7 +23,14 @@ from lance_ray_stream.planner import Planner, PublishedPlan
 from lance_ray_stream.position import num_batches
 from lance_ray_stream.progress import Progress
 from lance_ray_stream.rank_facts import RankFacts
-from lance_ray_stream.ray_internals import HookedDataIterator, delivery_seconds, operator_seconds, static_schema
+from lance_ray_stream.ray_internals import (
+    Execution,
+    HookedDataIterator,
+    delivery_seconds,
+    operator_seconds,
+    static_schema,
+)
+from lance_ray_stream.reading import Reader
 from lance_ray_stream.transforms import stream_of
 
 # Rows that iter_rows() fetches at a time.
@@ -58,6 +65,7 @@ class StreamIterator(RankFacts, HookedDataIterator):
         self._progress = Progress(replace(source.spec, num_splits=layout.num_splits), self._cursor, planner)
         self._global_batch_size = global_batch_size
         self._feed = feed
+        self._reader = Reader(feed, self._progress)
         self._name = name
         self._live: weakref.ref[Iteration] | None = None
         self._running: Dataset | None = None
@@ -260,17 +268,22 @@ class StreamIterator(RankFacts, HookedDataIterator):
     ) -> Generator[Any, None, None]:
         self._cursor.settle()
         epoch, due = self.epoch, self._progress.rows_left
-        if due >= batch_size or (due and not drop_last):
-            of_epoch, left = (num_batches(rows, batch_size, drop_last) for rows in (self.rows_per_epoch, due))
-            read = outlive_planner(start, self._progress.replan, self._name)
-            yield from self._insight.observe(read, epoch=epoch, first_step=of_epoch - left + 1, num_steps=of_epoch)
-        expected = due - due % batch_size if drop_last else due
-        if (self.epoch, self._cursor.received) != (epoch, expected):
-            raise StreamUsageError(
-                f"Epoch {epoch} delivered {self._cursor.received} rows to rank {self.rank} instead of {expected}: "
-                "an operator lost or added rows. Please report this with the dataset's operators."
-            )
+        try:
+            if due >= batch_size or (due and not drop_last):
+                of_epoch, left = (num_batches(rows, batch_size, drop_last) for rows in (self.rows_per_epoch, due))
+                read = outlive_planner(start, self._progress.replan, self._name)
+                yield from self._insight.observe(read, epoch=epoch, first_step=of_epoch - left + 1, num_steps=of_epoch)
+            expected = due - due % batch_size if drop_last else due
+            if (self.epoch, self._cursor.received) != (epoch, expected):
+                raise StreamUsageError(
+                    f"Epoch {epoch} delivered {self._cursor.received} rows to rank {self.rank} instead of {expected}: "
+                    "an operator lost or added rows. Please report this with the dataset's operators."
+                )
+        except BaseException:
+            self._reader.end(finished=False)
+            raise
         self._progress.jump(epoch + 1)
+        self._reader.end(finished=True)
 
     def _refuse_while_live(self, what: str) -> None:
         iteration = None if self._live is None else self._live()
@@ -282,15 +295,16 @@ class StreamIterator(RankFacts, HookedDataIterator):
 
     # --- Ray Data's side -----------------------------------------------------------------------
 
-    def dataset_to_run(self) -> Dataset:
+    def execution_to_read(self) -> Execution:
         """What is left of the epoch for this rank."""
-        plan = self._progress.begin_reading()
-        self._running = self._feed.rest_of_epoch(self._progress.spec, plan, self._cursor)
-        return self._running
+        execution = self._reader.begin()
+        self._running = execution.dataset
+        return execution
 
-    def on_bytes(self, num_bytes: int) -> None:
+    def on_block(self, num_rows: int, num_bytes: int) -> None:
         """A block has arrived."""
         self._insight.meter.bytes += num_bytes
+        self._reader.on_rows(num_rows)
 
     def on_receive(self, num_rows: int) -> None:
         """The trainer is about to get a batch; ``iter_rows`` counts its rows itself."""

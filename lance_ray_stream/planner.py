@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -21,6 +22,8 @@ from lance_ray_stream.spec import StreamSpec, filter_key, plan_key
 _KEPT_PLANS = 2
 # How often a plan is begun anew when the process that builds it dies.
 _PLAN_RETRIES = 2
+# So that ranks get a plan that is there while the next one is built.
+_CALLS_AT_ONCE = 16
 # Memory for each row while LanceDB's builder makes a plan, see docs/scale.md.
 _PLANNING_BYTES = 45
 
@@ -103,26 +106,41 @@ class Planner(Protocol[PlanT_co]):
         """The plan of ``epoch`` with the rows of contiguous ``splits``, built if it is not known yet."""
         ...
 
+    def plan_ahead(self, spec: StreamSpec, epoch: int) -> None:
+        """Begin to build the plan of ``epoch``, if that can be done beside the caller; whoever needs it asks again."""
+        ...
+
 
 class LocalPlanner:
     """Plans in this process, and keeps the latest plans."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[str, int], PublishedPlan] = {}
+        self._one_at_a_time = threading.Lock()
         self._passing: dict[str, tuple[ObjectRef, int, str]] = {}
+
+    def __reduce__(self) -> tuple[type[LocalPlanner], tuple[()]]:
+        return LocalPlanner, ()  # another process makes its own plans, which are the same
 
     def plan(self, spec: StreamSpec, epoch: int, splits: range) -> PublishedPlan:
         """The plan of ``epoch`` with the rows of ``splits``, built once for all splits."""
         return self._whole(spec, epoch).part(splits)
 
+    def plan_ahead(self, spec: StreamSpec, epoch: int) -> None:
+        """Nothing: there is no other process to do it."""
+
     def _whole(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
         key = (plan_key(spec), epoch)
-        if key not in self._plans:
-            plan = self._computed(spec, epoch) if spec.shuffle_algorithm == "indexed" else _built(spec, epoch)
-            while len(self._plans) >= _KEPT_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[key] = plan
-        return self._plans[key]
+        plan = self._plans.get(key)  # a plan that is there waits for none that is being built
+        if plan is not None:
+            return plan
+        with self._one_at_a_time:
+            if key not in self._plans:
+                plan = self._computed(spec, epoch) if spec.shuffle_algorithm == "indexed" else _built(spec, epoch)
+                while len(self._plans) >= _KEPT_PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[key] = plan
+            return self._plans[key]
 
     def _computed(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
         """A formula; a filter is scanned once for all epochs."""
@@ -172,7 +190,11 @@ class PlannerActor:
         """Start the actor on this node, so that it fails for good only together with whoever started it."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(LocalPlanner).options(
-            num_cpus=0, scheduling_strategy=here, max_restarts=-1, max_task_retries=_PLAN_RETRIES
+            num_cpus=0,
+            scheduling_strategy=here,
+            max_restarts=-1,
+            max_task_retries=_PLAN_RETRIES,
+            max_concurrency=_CALLS_AT_ONCE,
         )
         return cls(actor.remote())
 
@@ -192,3 +214,7 @@ class PlannerActor:
                 "read_stream(shuffle_algorithm='indexed') almost none."
             ) from error
         return plan
+
+    def plan_ahead(self, spec: StreamSpec, epoch: int) -> None:
+        """Have the actor begin to build the plan of ``epoch``."""
+        self._handle.plan.remote(spec, epoch, range(0))

@@ -30,7 +30,7 @@ class Progress(Generic[PlanT]):
     def __init__(self, spec: StreamSpec, cursor: Cursor, planner: Planner[PlanT]) -> None:
         self.spec = spec
         self.cursor = cursor
-        self._planner = planner
+        self.planner = planner
         self._plan: PlanT | None = None
         self._filtered_rows: int | None = None  # the same in every epoch
         self._facts = self._facts_of_table()
@@ -57,7 +57,7 @@ class Progress(Generic[PlanT]):
     def plan(self) -> PlanT:
         """The plan of the current epoch, with the rows of this rank's splits."""
         if self._plan is None:
-            self._plan = self._planner.plan(self.spec, self.cursor.epoch, self.cursor.splits)
+            self._plan = self.planner.plan(self.spec, self.cursor.epoch, self.cursor.splits)
         return self._plan
 
     def replan(self) -> bool:
@@ -76,9 +76,9 @@ class Progress(Generic[PlanT]):
             )
         return plan != before
 
-    def begin_reading(self) -> PlanT:
-        """The plan that the rows from here on come from; states name it from now on."""
-        plan = self.plan()
+    def begin_reading(self, plan: PlanT | None = None) -> PlanT:
+        """The plan that the rows from here on come from, ``plan`` if it is known; states name it from now on."""
+        plan = self._plan = plan or self.plan()
         self._facts = Facts(rows=plan.rows, fingerprint=plan.fingerprint)
         return plan
 
@@ -96,7 +96,7 @@ class Progress(Generic[PlanT]):
         """Stand where ``state`` says, after proving that it is a state of this stream."""
         saved = parse_state(state)
         spec = adopt(self.spec, saved, strict=strict)
-        plan = self._planner.plan(spec, saved.epoch, self.cursor.splits)
+        plan = self.planner.plan(spec, saved.epoch, self.cursor.splits)
         check_against_plan(saved, plan)
         self._check_even(saved, plan.rows_per_split, strict=strict)
         self.spec, self._filtered_rows = spec, plan.rows

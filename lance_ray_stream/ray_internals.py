@@ -16,8 +16,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
 import ray
-from ray.data import DataContext, DataIterator, Dataset, Datasource
+from ray.data import DataContext, DataIterator, Dataset, Datasource, ExecutionResources
+from ray.data.block import BlockMetadata
 from ray.exceptions import RayError
 from ray.util.debug import log_once
 
@@ -28,6 +30,11 @@ try:
     # The batch iterator behind DataIterator: its context manager around each hand-over is the only
     # place that knows the row count of a batch at the moment the trainer receives it.
     from ray.data._internal.block_batching.iter_batches import BatchIterator
+
+    # What the parts of an execution hand to each other, how they are told what they may use, and the one
+    # place to speak up before they start.
+    from ray.data._internal.execution.execution_callback import ExecutionCallback
+    from ray.data._internal.execution.interfaces import BlockEntry, RefBundle
 
     # The logical plan of a dataset: read to refuse operators, rebuilt to put another source under
     # the user's transforms.
@@ -47,24 +54,8 @@ except ImportError as error:  # pragma: no cover - needs another Ray
         "Install a release of Ray in the range that its pyproject.toml names."
     ) from error
 
-__all__ = [
-    "ROW_COUNT_COLUMN",
-    "HookedDataIterator",
-    "LogicalOperator",
-    "MapBatches",
-    "Read",
-    "delivery_seconds",
-    "elastic_policy",
-    "is_row_preserving",
-    "operator_seconds",
-    "operators",
-    "rebuild",
-    "replace_operator",
-    "silence",
-    "source_of",
-    "static_schema",
-    "use_scaling_policy",
-]
+# Ray's own names that other modules use.
+__all__ = ["ROW_COUNT_COLUMN", "LogicalOperator", "MapBatches", "Read"]
 
 # Operators that give one row per row, in order. MapBatches is among them because its function is checked
 # at run time; everything that is not listed is refused, so that a new operator of Ray is refused too.
@@ -172,7 +163,9 @@ def silence(dataset: Dataset) -> None:
     Reason: no option of ``DataContext`` silences them; with a rank and an epoch each they drown the trainer's own.
     """
     _quiet.dataset_uuids.append(dataset._uuid)
-    logging.getLogger("ray.data._internal.execution.streaming_executor").addFilter(_quiet)
+    # The second one tells that two executions are logging at once.
+    for name in ("ray.data._internal.execution.streaming_executor", "ray.data._internal.logging"):
+        logging.getLogger(name).addFilter(_quiet)
     # Ray's advice to switch on the bars that this package switches off; it asks log_once whether to give it.
     log_once("ray_data_progress_manager_disabled")
 
@@ -207,6 +200,83 @@ def _free_uncounted(executor: Any) -> None:
             waiting.clear()
 
 
+class StartWithAllResources(ExecutionCallback):
+    """Lets an execution use the whole cluster, within the user's limits, from its first task on.
+
+    Reason: Ray asks another process in the background what an execution may use, and looks again after a second. Until
+    then it allows one task at a time.
+    """
+
+    def before_execution_starts(self, executor: Any) -> None:
+        """Ray calls this when all parts are there and no task has run."""
+        manager = executor._resource_manager
+        ask, whole = manager._get_total_resources, ExecutionResources.from_resource_dict(ray.cluster_resources())
+        manager._get_total_resources = lambda: whole
+        manager.get_global_limits()
+        manager._get_total_resources = ask
+
+
+class Execution:
+    """A dataset that this process has begun to run.
+
+    Args:
+        dataset: what is run; at least its first block has come when this returns.
+        hold_bytes: how far it may read ahead until :meth:`go_on`; as far as Ray lets it if None.
+
+    Reason: ``Dataset.iterator()`` makes the same call, and hides the executor that has to be shut down after a break.
+    """
+
+    def __init__(self, dataset: Dataset, *, hold_bytes: int | None = None) -> None:
+        self.dataset = dataset
+        options = dataset.context.execution_options
+        self._limits = options.resource_limits
+        if hold_bytes is not None:
+            options.resource_limits = self._limits.min(ExecutionResources.for_limits(object_store_memory=hold_bytes))
+        self.bundles, self.stats, self.executor = dataset._execute_to_iterator()
+        if self.executor is not None:
+            _unlink_when_cleared(self.executor)
+
+    def go_on(self) -> None:
+        """Read as far ahead as Ray lets it."""
+        self.dataset.context.execution_options.resource_limits = self._limits
+        if self.executor is not None:
+            self.executor._options.resource_limits = self._limits
+
+    def stop(self) -> None:
+        """Ask its tasks to end, and let go of what was read ahead."""
+        if ray.is_initialized():  # else all of it has ended
+            _stop(self.executor)
+
+
+def _stop(executor: Any) -> None:
+    """End an execution.
+
+    Reason: Ray's own way cancels by force, which kills the reader processes: a run that breaks and goes on would wait
+    seconds for new ones. Asked politely, a read task ends with its window.
+    """
+    if executor is not None:
+        executor.shutdown(force=False)
+        if not executor.is_alive():  # else it is in the middle of a step, for longer than Ray waits
+            _free_uncounted(executor)
+
+
+def _handed_on_at_once(bundles: Iterator[Any], on_block: Callable[[int, int], None]) -> Iterator[Any]:
+    """``bundles``, each reported with its rows and bytes; the first is followed by one without rows.
+
+    Reason: Ray's prefetcher hands a block on when the next one has come, so the first batch would wait for the second
+    window.
+    """
+    first = True
+    for bundle in bundles:
+        on_block(bundle.num_rows(), bundle.size_bytes())
+        yield bundle
+        if first:
+            block: Any = ray.put(pa.table({}))
+            metadata = BlockMetadata(num_rows=0, size_bytes=0, exec_stats=None)
+            yield RefBundle((BlockEntry(block, metadata),), schema=None, owns_blocks=True)
+        first = False
+
+
 class _ReceivingBatchIterator(BatchIterator):
     """Ray's batch iterator that reports the rows of each batch that it hands to the trainer, and leaves no thread."""
 
@@ -232,8 +302,8 @@ class _ReceivingBatchIterator(BatchIterator):
 class HookedDataIterator(DataIterator):
     """A ``DataIterator`` whose private hooks have names and meanings of our own."""
 
-    def dataset_to_run(self) -> Dataset:
-        """The dataset that the iteration which starts now is to run in this process."""
+    def execution_to_read(self) -> Execution:
+        """What the iteration which starts now is to read, running in this process."""
         raise NotImplementedError
 
     def on_receive(self, num_rows: int) -> None:
@@ -244,8 +314,8 @@ class HookedDataIterator(DataIterator):
         """What every ``iter_*`` method iterates over; the arguments are those of ``iter_batches``."""
         raise NotImplementedError
 
-    def on_bytes(self, num_bytes: int) -> None:
-        """Called when a block of ``num_bytes`` bytes has arrived for the batches to come."""
+    def on_block(self, num_rows: int, num_bytes: int) -> None:
+        """Called, in the thread that fetches ahead, when a block has arrived for the batches to come."""
         raise NotImplementedError
 
     def metric_tags(self) -> dict[str, str | None]:
@@ -253,22 +323,13 @@ class HookedDataIterator(DataIterator):
         raise NotImplementedError
 
     def ray_batches(self, **kwargs: Any) -> Iterable[Any]:
-        """Ray's own batches, of the dataset that ``dataset_to_run`` gives when they are iterated over."""
+        """Ray's own batches, of the execution that ``execution_to_read`` gives when they are iterated over."""
         return super()._iter_batches(**kwargs)
 
-    # Reason: DataIterator's one abstract method for its source. The same call is behind Dataset.iterator(),
-    # which hides the executor that a break has to shut down.
+    # Reason: DataIterator's one abstract method for its source.
     def _to_ref_bundle_iterator(self) -> tuple[Iterator[Any], Any, Any]:
-        bundles, stats, executor = self.dataset_to_run()._execute_to_iterator()
-        if executor is not None:
-            _unlink_when_cleared(executor)
-
-        def counted() -> Iterator[Any]:
-            for bundle in bundles:
-                self.on_bytes(bundle.size_bytes())
-                yield bundle
-
-        return counted(), stats, executor
+        execution = self.execution_to_read()
+        return execution.bundles, execution.stats, execution.executor
 
     # Reason: all of iter_batches, iter_torch_batches, iter_tf_batches, ... go through it.
     def _iter_batches(self, **kwargs: Any) -> Any:
@@ -279,19 +340,15 @@ class HookedDataIterator(DataIterator):
         self, ref_bundles_iter: Iterator[Any], prefetch_bytes_callback: Any = None, **kwargs: Any
     ) -> Any:
         return _ReceivingBatchIterator(
-            ref_bundles_iter,
+            _handed_on_at_once(ref_bundles_iter, self.on_block),
             on_receive=self.on_receive,
             prefetch_bytes_callback=prefetch_bytes_callback,
             **kwargs,
         )
 
-    # Reason: Ray's own cancels by force, which kills the reader processes: a run that breaks and goes on would wait
-    # seconds for new ones. Asked politely, a read task ends with its window.
+    # Reason: see _stop.
     def _on_iteration_end(self, executor: Any) -> None:
-        if executor is not None:
-            executor.shutdown(force=False)
-            if not executor.is_alive():  # else it is in the middle of a step, for longer than Ray waits
-                _free_uncounted(executor)
+        _stop(executor)
 
     # Reason: without it the metrics of all streams would count as "unknown_dataset".
     def _get_dataset_tag(self) -> dict[str, str | None]:

@@ -109,6 +109,10 @@ def ordered_context(context: DataContext, options: ExecutionOptions, *, quiet: b
     context.raise_original_map_exception = True
     # For stats(): the read and each transform apart, also where Ray runs them as one operator.
     context.per_stage_map_timing = True
+    context.custom_execution_callback_classes = [
+        *context.custom_execution_callback_classes,
+        ray_internals.StartWithAllResources,
+    ]
     return context
 
 

@@ -34,6 +34,8 @@ LAYERS = {
         "insight",
         "resources",
         "rank_facts",
+        "next_epoch",
+        "reading",
         "iterator",
         "data_config",
         "read",

@@ -41,7 +41,7 @@ def test_c43_a_key_of_a_factory_goes_nowhere(ref, caplog):
     assert sorted(rows) == list(range(24))
 
     stream = iterator(dataset)
-    windows = stream.dataset_to_run()
+    windows = stream._feed.rest_of_epoch(stream._progress.spec, stream._progress.begin_reading(), stream._cursor)
     stream.load_state_dict(stream.state_dict())
     source = stream_of(windows)
     window_tasks = source.get_read_tasks(1, data_context=DataContext.get_current())
