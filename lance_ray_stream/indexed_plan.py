@@ -13,7 +13,7 @@ from lance_ray_stream.permutation import IndexedOrder
 from lance_ray_stream.reader import ROW_ID, ROW_OFFSET
 from lance_ray_stream.row_order import Addresses, ComputedRows
 from lance_ray_stream.spec import StreamSpec, not_enough_rows
-from lance_ray_stream.table import describe_table, native_error_text
+from lance_ray_stream.table import describe_table, native_error_text, refuse_if_gone
 
 _SCAN_ROWS = 65_536
 
@@ -57,6 +57,7 @@ def passing_rows(spec: StreamSpec) -> Addresses | None:
     """Row ids of the rows that pass the filter, uint64 in storage order; None without a filter. One scan.
 
     Raises:
+        MissingRowsError: The version was cleaned up.
         PlanError: lancedb could not scan the table.
     """
     if spec.filter is None:
@@ -75,6 +76,7 @@ def passing_rows(spec: StreamSpec) -> Addresses | None:
         in_storage = np.argsort(found[ROW_OFFSET].to_numpy(), kind="stable")
         row_ids: Addresses = found[ROW_ID].to_numpy()[in_storage].astype(np.uint64, copy=False)
         return row_ids
+    refuse_if_gone(table, message)
     raise PlanError(f"cannot list the rows of {describe_table(table)} that pass {spec.filter!r}: {message}")
 
 

@@ -20,7 +20,7 @@ from lance_ray_stream.indexed_plan import indexed_plan, passing_rows
 from lance_ray_stream.layout import check_int
 from lance_ray_stream.row_order import PlannedRows
 from lance_ray_stream.spec import StreamSpec, not_enough_rows, plan_key
-from lance_ray_stream.table import describe_table, native_error_text
+from lance_ray_stream.table import describe_table, native_error_text, refuse_if_gone
 
 # The rule of lancedb.streaming: seed of epoch e = shuffle_seed + e * EPOCH_PRIME, in 64 bits.
 EPOCH_PRIME = 100003
@@ -51,6 +51,7 @@ def build_plan(spec: StreamSpec, epoch: int) -> EpochPlan:
 
     Raises:
         InvalidArgumentError: The epoch is impossible.
+        MissingRowsError: The version was cleaned up while this process had it open.
         NotEnoughRowsError: Fewer rows pass the filter than there are splits.
         PlanError: lancedb could not build the plan, or built one of another shape.
         TableNotFoundError, VersionNotFoundError: The pinned version cannot be opened.
@@ -122,6 +123,7 @@ def _plan_error(spec: StreamSpec, num_splits: int, table: LanceTable, message: s
             f"planning {spec.total_rows} rows of {describe_table(table)} needs more memory than allowed; "
             f"raise the environment variable {_MEMORY_LIMIT} (bytes): {message}"
         )
+    refuse_if_gone(table, message)
     return PlanError(f"lancedb could not plan {describe_table(table)}: {message}")
 
 
@@ -151,6 +153,7 @@ def _rows_of_filter(spec: StreamSpec, table: LanceTable) -> int:
         else:
             message = ""
         if message:
+            refuse_if_gone(table, message)
             raise PlanError(f"cannot count the rows of {describe_table(table)} that pass {spec.filter!r}: {message}")
         while len(_filtered_rows) > 64:
             _filtered_rows.popitem(last=False)

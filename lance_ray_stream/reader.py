@@ -14,7 +14,7 @@ from lancedb.table import LanceTable
 
 from lance_ray_stream.errors import MissingRowsError, ReadError, UnsupportedColumnError
 from lance_ray_stream.row_order import Address
-from lance_ray_stream.table import describe_table, native_error_text
+from lance_ray_stream.table import describe_table, is_gone, native_error_text, refuse_if_gone
 
 ROW_ID = "_rowid"
 ROW_OFFSET = "_rowoffset"
@@ -25,7 +25,6 @@ _FIRST_WAIT_S = 0.2
 _MAX_RESULT_BYTES = 2**30
 
 # Words of lancedb's error texts: it has no exception classes for these.
-_GONE = ("not found", "no such file")
 _FINAL = ("denied", "forbidden", "unauthorized", "unauthenticated", "expired", "invalid input, schema")
 _PASSING = (
     "lanceerror(io)",
@@ -181,16 +180,12 @@ def _with_retries(table: LanceTable, read: Callable[[], _T]) -> _T:
             if not _may_pass(error, message.lower()):
                 break
     # Outside of the handler: the text is scrubbed, the original error is not.
-    if any(word in message.lower() for word in _GONE):
-        raise MissingRowsError(
-            f"data of {describe_table(table)} no longer exists; was the version cleaned up? Tag a version to "
-            f"keep it. LanceDB says: {message}"
-        )
+    refuse_if_gone(table, message)
     raise ReadError(f"cannot read rows of {describe_table(table)}: {message}")
 
 
 def _may_pass(error: Exception, text: str) -> bool:
     """Whether trying again makes sense; lancedb raises ``RuntimeError`` or ``ValueError`` mostly."""
-    if any(word in text for word in _GONE + _FINAL):
+    if is_gone(text) or any(word in text for word in _FINAL):
         return False
     return isinstance(error, OSError) or any(word in text for word in _PASSING)

@@ -117,7 +117,7 @@ def make_spec(
         shuffle_algorithm=shuffle_algorithm,
         version_given=version_given,
         seed_given=shuffle_seed is not None,
-        **_facts(pinned, splits, names, condition),
+        **_facts(pinned, splits, names, condition, reopen=ref.is_pinned),
     )
 
 
@@ -130,7 +130,7 @@ def repin(spec: StreamSpec, version: int) -> StreamSpec:
     if version == spec.table.version:
         return spec
     table = spec.table.with_version(version)
-    return replace(spec, table=table, **_facts(table, spec.num_splits, spec.columns, spec.filter))
+    return replace(spec, table=table, **_facts(table, spec.num_splits, spec.columns, spec.filter, reopen=True))
 
 
 def plan_key(spec: StreamSpec) -> str:
@@ -162,10 +162,13 @@ def not_enough_rows(table: str, rows: int, num_splits: int, filter: str | None) 
 
 
 def _facts(
-    ref: TableRef, num_splits: int | None, columns: tuple[str, ...] | None, filter: str | None
+    ref: TableRef, num_splits: int | None, columns: tuple[str, ...] | None, filter: str | None, *, reopen: bool
 ) -> dict[str, Any]:
-    """What the table itself says about the stream: schema, rows, estimated row size."""
-    table = ref.open()
+    """What the table itself says about the stream: schema, rows, estimated row size.
+
+    With ``reopen`` also whether the version still exists: a handle that is open would not tell.
+    """
+    table = ref.reopen() if reopen else ref.open()
     _check_columns_exist(table, columns)
     schema = delivered_schema(table, columns)
     if filter is not None:

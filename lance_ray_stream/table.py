@@ -9,29 +9,32 @@ Private names of lancedb that are used here, and nowhere else in the package:
 from __future__ import annotations
 
 import os
-import re
 import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import lancedb
 import numpy as np
 from lancedb.table import AsyncTable, LanceTable, Table
 
-from lance_ray_stream.errors import InvalidArgumentError, TableNotFoundError, VersionNotFoundError
+from lance_ray_stream.errors import (
+    InvalidArgumentError,
+    MissingRowsError,
+    TableNotFoundError,
+    VersionNotFoundError,
+)
+from lance_ray_stream.uris import absolute_uri, public_uri, scrub
 
 ConnectionFactory = Callable[[str], Table]
 
 # Handles that one process keeps open at the same time; the least recently used one is let go.
 _MAX_OPEN_TABLES = 16
-# In these schemes the part before "@" names a container, not a user.
-_CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "wasb", "wasbs"})
-_SECRET_NAME = re.compile(r"secret|token|passw|credential|authorization|key(_id)?$|sas", re.IGNORECASE)
-_NATIVE_SOURCE = re.compile(r"(, )?/[^\s,]*\.rs:\d+(:\d+)?")
+# Words of lancedb's error texts for files that are missing: it has no exception class for them.
+_GONE = ("not found", "no such file")
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,9 +79,9 @@ class TableRef:
                 "give storage_options or a connection_factory, not both: the factory opens the table, and "
                 "the options would put credentials into every pickle"
             )
-        uri = _absolute_uri(self.uri)
+        uri = absolute_uri(self.uri)
         if self.connection_factory is not None:
-            uri = _public_uri(uri)  # the factory knows the way in; the uri is then only a name
+            uri = public_uri(uri)  # the factory knows the way in; the uri is then only a name
         elif urlsplit(uri).scheme == "namespace":
             raise InvalidArgumentError(
                 f"table {self.name!r} is opened through a namespace connection ({uri}), which cannot be made "
@@ -131,7 +134,7 @@ class TableRef:
         table = self._open_new()
         pinned = self.with_version(table.version)
         # The handle is new: it serves the pinned reference too, and opening may be slow.
-        _open_tables.get(pinned._cache_key(), lambda: pinned._checkout(table))
+        _open_tables.put(pinned._cache_key(), pinned._checkout(table))
         return pinned
 
     def with_version(self, version: int) -> TableRef:
@@ -153,12 +156,24 @@ class TableRef:
             return self._open_new()
         return _open_tables.get(self._cache_key(), self._open_new)
 
+    def reopen(self) -> LanceTable:
+        """As :meth:`open`, from the storage: a version that was cleaned up is gone, also where it is open already.
+
+        Raises:
+            TableNotFoundError: The table cannot be opened.
+            VersionNotFoundError: The version no longer exists, or never did.
+        """
+        table = self._open_new()
+        if self.is_pinned:
+            _open_tables.put(self._cache_key(), table)
+        return table
+
     def identity(self) -> dict[str, object]:
         """Which table this is, as JSON, without credentials and without the version."""
-        return {"uri": _public_uri(self.uri), "name": self.name, "namespace_path": list(self.namespace_path)}
+        return {"uri": public_uri(self.uri), "name": self.name, "namespace_path": list(self.namespace_path)}
 
     def __repr__(self) -> str:
-        parts = [f"uri={_public_uri(self.uri)!r}", f"name={self.name!r}", f"version={self.version!r}"]
+        parts = [f"uri={public_uri(self.uri)!r}", f"name={self.name!r}", f"version={self.version!r}"]
         if self.namespace_path:
             parts.append(f"namespace_path={self.namespace_path!r}")
         if self.connection_factory is not None:
@@ -221,7 +236,7 @@ class TableRef:
 
     def _label(self) -> str:
         path = "".join(f"{part}." for part in self.namespace_path)
-        return f"table {path + self.name!r} in {_public_uri(self.uri)!r}"
+        return f"table {path + self.name!r} in {public_uri(self.uri)!r}"
 
 
 class _OpenTables:
@@ -243,10 +258,16 @@ class _OpenTables:
     def get(self, key: tuple[object, ...], open_table: Callable[[], LanceTable]) -> LanceTable:
         with self._lock:
             table = self._tables.pop(key, None)  # an empty table is false
-            self._tables[key] = table = open_table() if table is None else table
+            table = open_table() if table is None else table
+            self.put(key, table)
+            return table
+
+    def put(self, key: tuple[object, ...], table: LanceTable) -> None:
+        with self._lock:
+            self._tables.pop(key, None)
+            self._tables[key] = table
             if len(self._tables) > _MAX_OPEN_TABLES:
                 del self._tables[next(iter(self._tables))]
-            return table
 
     def holds(self, table: object) -> bool:
         return any(table is other for other in list(self._tables.values()))
@@ -278,7 +299,7 @@ def check_table(table: object) -> LanceTable:
         raise InvalidArgumentError(
             f"expected an opened LanceDB table or a TableRef(uri, name), got {type(table).__name__}"
         )
-    _absolute_uri(table._conn.uri)  # refuses memory://
+    absolute_uri(table._conn.uri)  # refuses memory://
     branch = table.current_branch()
     if branch is not None:
         raise InvalidArgumentError(
@@ -290,7 +311,7 @@ def check_table(table: object) -> LanceTable:
 
 def describe_table(table: LanceTable) -> str:
     """Name, place and version of an opened table for an error text, without credentials."""
-    uri = _public_uri(table._conn.uri)
+    uri = public_uri(table._conn.uri)
     return f"table {table.name!r} in {uri!r}, version {table.version}"
 
 
@@ -302,19 +323,22 @@ def native_error_text(table: LanceTable, error: BaseException) -> str:
     return scrub(str(error) or type(error).__name__, uri=connection.uri, storage_options=options)
 
 
-def scrub(text: str, *, uri: str, storage_options: Mapping[str, str] | None) -> str:
-    """``text`` without storage options, credentials of the uri and secrets of the environment."""
-    text = text.replace(uri, _public_uri(uri)) if uri else text
-    secrets = {v for k, v in (storage_options or {}).items() if len(v) >= (3 if _SECRET_NAME.search(k) else 6)}
-    secrets |= {v for k, v in os.environ.items() if len(v) >= 6 and _SECRET_NAME.search(k)}
-    parts = urlsplit(uri)
-    if parts.scheme and _public_uri(uri) != uri:
-        user = None if parts.scheme in _CONTAINER_SCHEMES else parts.username
-        values = (value for _, value in parse_qsl(parts.query) if len(value) >= 6)
-        secrets |= {part for part in (parts.password, user, parts.query, *values) if part}
-    for secret in sorted(secrets | {quote(s, safe="") for s in secrets}, key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return _NATIVE_SOURCE.sub("", text).strip()
+def is_gone(message: str) -> bool:
+    """Whether lancedb said that data does not exist."""
+    return any(word in message.lower() for word in _GONE)
+
+
+def refuse_if_gone(table: LanceTable, message: str) -> None:
+    """Say what it means if lancedb's ``message`` is about data that does not exist.
+
+    Raises:
+        MissingRowsError: The version was cleaned up while this process had it open.
+    """
+    if is_gone(message):
+        raise MissingRowsError(
+            f"data of {describe_table(table)} no longer exists; was the version cleaned up? Tag a version to "
+            f"keep it. LanceDB says: {message}"
+        )
 
 
 def _check_version(version: object) -> int | str | None:
@@ -340,43 +364,6 @@ def _check_storage_options(options: object) -> Mapping[str, str] | None:
         if not (isinstance(key, str) and isinstance(value, str)):
             raise InvalidArgumentError(f"storage_options must map names to strings; not so for {key!r}")
     return dict(options)
-
-
-def _absolute_uri(uri: object) -> str:
-    if isinstance(uri, os.PathLike):
-        uri = os.fspath(uri)
-    if not isinstance(uri, str) or not uri:
-        raise InvalidArgumentError(f"uri must be what lancedb.connect takes, got {type(uri).__name__}")
-    try:
-        scheme = urlsplit(uri).scheme.lower()
-    except ValueError:
-        raise InvalidArgumentError("uri cannot be parsed: it must be what lancedb.connect takes") from None
-    if scheme == "memory":
-        raise InvalidArgumentError(
-            "a memory:// table exists in this process alone, and a stream is read by others; write the "
-            "table to a directory or an object store first"
-        )
-    if scheme == "db":
-        raise InvalidArgumentError(
-            "remote tables (db://...) cannot be streamed: their rows cannot be pinned and fetched by row "
-            "id. Open the table where it is stored: lancedb.connect('s3://...') or a local path"
-        )
-    if scheme == "file":
-        uri = re.sub(r"^file:(//)?", "", uri, flags=re.IGNORECASE)
-    elif len(scheme) > 1:  # one letter is a drive
-        return uri.rstrip("/")
-    return os.path.abspath(os.path.expanduser(uri))
-
-
-def _public_uri(uri: str) -> str:
-    """The uri without userinfo, query and fragment."""
-    parts = urlsplit(uri)
-    if len(parts.scheme) < 2:
-        return uri
-    user, at, host = parts.netloc.rpartition("@")
-    if at and parts.scheme in _CONTAINER_SCHEMES:
-        host = f"{user.partition(':')[0]}@{host}"
-    return urlunsplit((parts.scheme, host, parts.path, "", ""))
 
 
 def _existing_versions(table: LanceTable, asked: int | str) -> str:

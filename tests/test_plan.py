@@ -17,7 +17,7 @@ import pytest
 from lancedb.streaming import StreamingDataset
 from lancedb.table import LanceTable
 
-from lance_ray_stream.errors import InvalidArgumentError, LayoutError, NotEnoughRowsError, PlanError
+from lance_ray_stream.errors import InvalidArgumentError, LayoutError, MissingRowsError, NotEnoughRowsError, PlanError
 from lance_ray_stream.plan import build_plan
 from lance_ray_stream.spec import make_spec
 from lance_ray_stream.table import TableRef
@@ -270,13 +270,14 @@ def test_a_clump_size_that_lancedb_cannot_do(tmp_path):
         build_plan(make_spec(table, num_splits=2, shuffle_clump_size=48), 0)
 
 
-def test_files_that_are_gone_are_a_plan_error(tmp_path):
-    """What lancedb raises while planning arrives as an error of this package, with the table's name."""
+@pytest.mark.parametrize("algorithm", ["lancedb", "indexed"])
+def test_files_that_are_gone_are_named_as_such(tmp_path, algorithm):
+    """G5: what lancedb raises while planning arrives as an error of this package, with the table's name."""
     table = make_table(tmp_path, 100)
-    spec = make_spec(table, num_splits=4, filter="label = 1")
+    spec = make_spec(table, num_splits=4, filter="label = 1", shuffle_algorithm=algorithm)
     for path in tmp_path.glob("rows.lance/data/*"):
         path.unlink()
-    with pytest.raises(PlanError, match=r"table 'rows'.*version 5.*[Nn]ot found") as caught:
+    with pytest.raises(MissingRowsError, match=r"table 'rows'.*version 5 no longer exists.*cleaned up") as caught:
         build_plan(spec, 0)
     assert caught.value.__cause__ is None
     assert ".rs:" not in str(caught.value)

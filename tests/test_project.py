@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up. A module imports from its own layer and from those below, never in a circle. A
 # subpackage is one module here, "" is the package itself. A new module has to be given its place.
 LAYERS = {
-    "pure": {"errors", "display", "layout", "position", "permutation", "row_order", "cursor", "state"},
+    "pure": {"errors", "display", "layout", "position", "permutation", "row_order", "cursor", "state", "uris"},
     "lance": {"table", "spec", "epoch_plan", "indexed_plan", "plan", "reader", "window_reader"},
     "ray": {
         "ray_internals",

@@ -26,7 +26,8 @@ from lance_ray_stream.errors import InvalidArgumentError, TableNotFoundError, Ve
 from lance_ray_stream.plan import build_plan
 from lance_ray_stream.reader import read_rows
 from lance_ray_stream.spec import make_spec
-from lance_ray_stream.table import TableRef, scrub
+from lance_ray_stream.table import TableRef
+from lance_ray_stream.uris import scrub
 from tests.tables import make_rows, make_table
 
 SECRET = "SECRET123"

@@ -78,7 +78,7 @@ def _describe(error: BaseException, arguments: Namespace) -> str:
         return str(error)
     text = str(error)
     if getattr(arguments, "uri", None):
-        from lance_ray_stream.table import scrub
+        from lance_ray_stream.uris import scrub
 
         text = scrub(text, uri=arguments.uri, storage_options=dict(arguments.storage_options))
     return f"{type(error).__name__}: {text} (--debug shows where)"
