@@ -13,7 +13,7 @@ from ray.train.torch import TorchTrainer
 from lance_ray_stream.data_config import StreamDataConfig
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError
 from lance_ray_stream.layout import SplitLayout
-from lance_ray_stream.ray_internals import elastic_policy, use_scaling_policy
+from lance_ray_stream.ray_internals.train import elastic_policy, use_scaling_policy
 from lance_ray_stream.transforms import check_operators, contains_stream, stream_of
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from ray.train.torch import TorchTrainer
 import lance_ray_stream as lrs
 from lance_ray_stream.elastic import LegalWorldSizes, legal_world_sizes
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, UnsupportedOperatorError
-from lance_ray_stream.ray_internals import elastic_policy
+from lance_ray_stream.ray_internals.train import elastic_policy
 from tests import elastic_cluster
 from tests.tables import ids_of, make_table
 

@@ -173,7 +173,7 @@ def test_modules_and_functions_are_short(path: Path) -> None:
 def test_private_imports_have_one_home(library: str, home: str) -> None:
     for module in set(MODULES) - {home}:
         private = [item.path for item in imports(module) if item.root == library and item.is_private]
-        assert not private, f"{module} imports private names of {library}; their home is {home}.py"
+        assert not private, f"{module} imports private names of {library}; their home is {home}"
 
 
 @cache
@@ -205,7 +205,7 @@ def test_foreign_private_attributes_have_one_home(module: str) -> None:
         and not _is_own(node.value)
         and node.attr not in own_private_names() | STANDARD_NAMES
     }
-    assert not foreign, "private names of Ray belong into ray_internals.py, those of lancedb into table.py"
+    assert not foreign, "private names of Ray belong into ray_internals, those of lancedb into table.py"
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m in LAYERS["ray"] - {"ray_internals"}])

@@ -3,7 +3,7 @@
 Ray Data has a public interface for reading (``Datasource``) and for consuming (``DataIterator``), but none for
 "the same transforms over another source", "count rows when they are handed over" or "run in order". Those three
 are what the names below are for. They are tied to the Ray releases in ``pyproject.toml``; this
-module fails at import, with that sentence, where one of them has moved.
+module fails at import, with that sentence, where one of them has moved. Those of Ray Train are in ``train``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ import pyarrow as pa
 import ray
 from ray.data import DataContext, DataIterator, Dataset, Datasource, ExecutionResources
 from ray.data.block import BlockMetadata
-from ray.exceptions import RayError
 from ray.util.debug import log_once
 
 try:
@@ -353,44 +352,3 @@ class HookedDataIterator(DataIterator):
     # Reason: without it the metrics of all streams would count as "unknown_dataset".
     def _get_dataset_tag(self) -> dict[str, str | None]:
         return self.metric_tags()
-
-
-def elastic_policy(scaling_config: Any, choose: Callable[[int], int], *, ask_for: int) -> Any:
-    """Ray Train's elastic scaling policy, with ``choose`` between what the cluster offers and what it starts.
-
-    It asks the cluster's autoscaler for ``ask_for`` workers.
-
-    Reason: the policy takes any integer in the range, asks for the largest, and has no public hook; and it goes by a
-    count of the nodes that may be 20 seconds old, so that after the loss of a node it waits a minute for workers to
-    start there. It is imported here, late, because readers import this module and have no use for Ray Train.
-    """
-    from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
-
-    class ChosenWorldSizes(ElasticScalingPolicy):
-        def _count_possible_workers(self, reserved_resources: Any) -> int:
-            return choose(super()._count_possible_workers(reserved_resources))
-
-        def _get_num_workers_for_resource_request(self) -> int:
-            return ask_for
-
-        def make_decision_for_non_running_worker_group(self) -> Any:
-            count = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
-            with suppress(RayError):  # then it is the old count, as without this
-                ray.get(count, timeout=5)
-                self._latest_reserved_resources_query_time = float("-inf")
-            return super().make_decision_for_non_running_worker_group()
-
-    return ChosenWorldSizes(scaling_config)
-
-
-def use_scaling_policy(trainer: Any, make_policy: Callable[[], Any]) -> None:
-    """Make every ``trainer.fit()`` run under a new policy of ``make_policy``.
-
-    Reason: ``fit()`` makes the policy itself and hands it to this method.
-    """
-    run = trainer._initialize_and_run_controller
-
-    def run_with_policy(**kwargs: Any) -> Any:
-        return run(**kwargs | {"scaling_policy": make_policy()})
-
-    trainer._initialize_and_run_controller = run_with_policy
