@@ -14,7 +14,7 @@ from lance_ray_stream.errors import InvalidArgumentError
 from lance_ray_stream.feed import Feed
 from lance_ray_stream.iterator import StreamIterator
 from lance_ray_stream.layout import SplitLayout, check_int
-from lance_ray_stream.planner import Planner, PlannerActor, PublishedPlan
+from lance_ray_stream.planner import Planner, PlannerActor, PlannerOfRun, PublishedPlan
 from lance_ray_stream.spec import not_enough_rows
 from lance_ray_stream.transforms import check_operators, contains_stream, stream_of
 
@@ -71,6 +71,7 @@ class StreamDataConfig(DataConfig):
         self.num_workers = check_int("num_workers", num_workers, minimum=1)
         self.global_batch_size = _check_sizes(global_batch_size)
         self.uneven = _check_bool("uneven", uneven)
+        self._planner = PlannerOfRun()
 
     def __repr__(self) -> str:
         size = "" if self.global_batch_size is None else f", global_batch_size={self.global_batch_size}"
@@ -114,19 +115,26 @@ class StreamDataConfig(DataConfig):
         others = {name: dataset for name, dataset in datasets.items() if name not in streams}
         self._check_names(streams)
         # Streams first: what is illegal is refused before anything is started or made per rank.
-        iterators = {name: self.iterators(name, dataset, world_size, planner=None) for name, dataset in streams.items()}
+        layouts = {name: self._checked_layout(name, dataset, world_size) for name, dataset in streams.items()}
         output: list[dict[str, DataIterator]] = [{} for _ in range(world_size)]
         if others:
             output = super().configure(others, world_size, worker_handles, worker_node_ids, **kwargs)
-        for name, of_ranks in iterators.items():
+        if streams:
+            planner = self._planner.actor or PlannerActor.start()
+        for name, dataset in streams.items():
+            of_ranks = self._iterators(name, dataset, layouts[name], world_size, planner.of_stream(name))
             for shards, iterator in zip(output, of_ranks, strict=True):
                 shards[name] = iterator
         return output
 
     def iterators(
-        self, name: str, dataset: Dataset, world_size: int, *, planner: Planner[PublishedPlan] | None
+        self, name: str, dataset: Dataset, world_size: int, *, planner: Planner[PublishedPlan]
     ) -> list[StreamIterator]:
-        """The iterators of all ranks for one stream; they share ``planner``, or an actor if None."""
+        """The iterators of all ranks for one stream; they share ``planner``."""
+        return self._iterators(name, dataset, self._checked_layout(name, dataset, world_size), world_size, planner)
+
+    def _checked_layout(self, name: str, dataset: Dataset, world_size: int) -> SplitLayout:
+        """How a stream is dealt out to so many ranks, if it can be."""
         check_operators(dataset, name)
         source = stream_of(dataset)
         num_splits = source.spec.num_splits
@@ -136,12 +144,17 @@ class StreamDataConfig(DataConfig):
                 f"Dataset {name!r} has num_splits=None, so it takes num_splits={world_size} from the number of "
                 "ranks: its batches change with that number and its state fits no other. Name num_splits, for example "
                 f"SplitLayout.for_world_sizes([...]).num_splits, to make the run elastic.",
-                stacklevel=2,
+                stacklevel=3,
             )
         layout = self.layout(name, num_splits)
         layout.check(world_size, self.num_workers)
         if source.spec.total_rows < num_splits:  # only possible if num_splits came from the world size
             raise not_enough_rows(repr(source.spec.table), source.spec.total_rows, num_splits, None)
+        return layout
+
+    def _iterators(
+        self, name: str, dataset: Dataset, layout: SplitLayout, world_size: int, planner: Planner[PublishedPlan]
+    ) -> list[StreamIterator]:
         feed = Feed(
             name=name,
             dataset=dataset,
@@ -150,7 +163,6 @@ class StreamDataConfig(DataConfig):
             prepare_next_epoch=self.prepare_next_epoch,
             quiet=not self.ray_data_progress,
         )
-        planner = planner or PlannerActor.start()
         return [
             StreamIterator(
                 feed,

@@ -138,9 +138,16 @@ class LocalPlanner:
             if key not in self._plans:
                 plan = self._computed(spec, epoch) if spec.shuffle_algorithm == "indexed" else _built(spec, epoch)
                 while len(self._plans) >= _KEPT_PLANS:
-                    del self._plans[next(iter(self._plans))]
+                    del self._plans[self._least_needed(*key)]
                 self._plans[key] = plan
             return self._plans[key]
+
+    def _least_needed(self, stream: str, epoch: int) -> tuple[str, int]:
+        """A plan of another stream than the one that is asked for, or of the epoch farthest from its epoch.
+
+        Not the oldest plan: workers that begin again just before the end of an epoch need that one and the next.
+        """
+        return max(self._plans, key=lambda kept: (kept[0] != stream, abs(kept[1] - epoch)))
 
     def _computed(self, spec: StreamSpec, epoch: int) -> PublishedPlan:
         """A formula; a filter is scanned once for all epochs."""
@@ -176,20 +183,36 @@ def _built(spec: StreamSpec, epoch: int) -> PublishedPlan:
     )
 
 
+class PlannerProcess:
+    """What runs in the planner's actor: a :class:`LocalPlanner` for each stream of a trainer, by its name."""
+
+    def __init__(self) -> None:
+        self._planners: dict[str, LocalPlanner] = {}
+
+    def plan(self, stream: str, spec: StreamSpec, epoch: int, splits: range) -> PublishedPlan:
+        """As :meth:`LocalPlanner.plan`."""
+        return self._planners.setdefault(stream, LocalPlanner()).plan(spec, epoch, splits)
+
+
 class PlannerActor:
-    """A :class:`LocalPlanner` in an actor, for all ranks of a run. It lives as long as a handle to it.
+    """A planner in an actor, for all ranks of a run. It lives as long as a handle to it, and as who started it.
 
     Its plans end with its process, which Ray starts again when it died: who finds row ids lost asks for the plan anew.
+
+    Args:
+        handle: of the actor.
+        stream: the name of the stream that is planned; each has plans of its own.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, stream: str = "") -> None:
         self._handle = handle
+        self._stream = stream
 
     @classmethod
     def start(cls) -> PlannerActor:
         """Start the actor on this node, so that it fails for good only together with whoever started it."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(LocalPlanner).options(
+        actor = ray.remote(PlannerProcess).options(
             num_cpus=0,
             scheduling_strategy=here,
             max_restarts=-1,
@@ -198,6 +221,10 @@ class PlannerActor:
         )
         return cls(actor.remote())
 
+    def of_stream(self, name: str) -> PlannerActor:
+        """The same actor, as the planner of one stream."""
+        return PlannerActor(self._handle, name)
+
     def plan(self, spec: StreamSpec, epoch: int, splits: range) -> PublishedPlan:
         """The plan of ``epoch`` with the rows of ``splits``, from the actor; built there by the first rank that asks.
 
@@ -205,7 +232,7 @@ class PlannerActor:
             PlanError: if the actor's process is killed each time that it plans.
         """
         try:
-            plan: PublishedPlan = ray.get(self._handle.plan.remote(spec, epoch, splits))
+            plan: PublishedPlan = ray.get(self._handle.plan.remote(self._stream, spec, epoch, splits))
         except (ActorDiedError, ActorUnavailableError) as error:
             raise PlanError(
                 f"The planner's process died while it planned epoch {epoch} of {spec.table!r}, each time that it was "
@@ -217,4 +244,35 @@ class PlannerActor:
 
     def plan_ahead(self, spec: StreamSpec, epoch: int) -> None:
         """Have the actor begin to build the plan of ``epoch``."""
-        self._handle.plan.remote(spec, epoch, range(0))
+        self._handle.plan.remote(self._stream, spec, epoch, range(0))
+
+
+class PlannerOfRun:
+    """Where the planner of a trainer's run is kept while its workers are stopped and started again.
+
+    A part of a ``DataConfig``. Ray Train copies that for each ``fit()``, sends the copy to the run's controller, and
+    from there, at each start of the workers, to a new actor that deals the streams out and ends with those workers,
+    together with all that it has started. So the planner is started where the copy arrives, in the controller, and
+    sent on from there: it lives as long as the run.
+
+    Args:
+        actor: the planner; None outside a run, where each ``configure()`` starts one.
+    """
+
+    def __init__(self, actor: PlannerActor | None = None) -> None:
+        self.actor = actor
+        self._for_run = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannerOfRun:
+        copy = PlannerOfRun()
+        copy._for_run = True
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_arrive, ()) if self._for_run else (PlannerOfRun, (self.actor,))
+
+
+def _arrive() -> PlannerOfRun:
+    """The copy for a run, in the run's controller."""
+    in_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+    return PlannerOfRun(PlannerActor.start() if in_actor else None)

@@ -20,15 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import lancedb
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from local_cluster import LocalCluster
+from local_cluster import LocalCluster as LocalCluster  # for tests.soak, too
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import lance_ray_stream as lrs
+from tests.probes import CountedPlans
 from tests.train_loops import Config, _load, _save, _wait_until_saved, with_twice, write_down, written
 
 NUM_SPLITS = 8
@@ -82,7 +82,7 @@ def make_trainer(config: Config) -> lrs.ElasticTorchTrainer:
     """The trainer of the run; a lost node is not the end of it."""
     out = Path(config["out"])
     scaling: dict[str, Any] = {"num_workers": (2, 8), "elastic_resize_monitor_interval_s": 0.5}
-    dataset = lrs.read_stream(lancedb.connect(out).open_table("rows"), num_splits=NUM_SPLITS, columns=["id"])
+    dataset = lrs.read_stream(CountedPlans(str(out), "rows"), num_splits=NUM_SPLITS, columns=["id"])
     return lrs.ElasticTorchTrainer(
         train,
         train_loop_config=config,

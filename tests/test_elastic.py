@@ -22,6 +22,7 @@ from lance_ray_stream.elastic import LegalWorldSizes, legal_world_sizes
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, UnsupportedOperatorError
 from lance_ray_stream.ray_internals.train import elastic_policy
 from tests import elastic_cluster
+from tests.probes import CountedPlans
 from tests.tables import ids_of, make_table
 
 ROOT = Path(__file__).parents[1]
@@ -242,6 +243,10 @@ def test_c13_c54_nodes_join_and_leave(tmp_path):
     for epoch in range(elastic_cluster.EPOCHS):
         of_epoch = history[epoch * elastic_cluster.STEPS_PER_EPOCH :][: elastic_cluster.STEPS_PER_EPOCH]
         assert sorted(itertools.chain(*of_epoch)) == list(range(elastic_cluster.ROWS)), "every row exactly once"
+
+    builders = CountedPlans(str(tmp_path), "rows").builders()
+    assert len(builders) == elastic_cluster.EPOCHS + 1, "each epoch, and the one after the last ahead of its time, once"
+    assert len(set(builders)) == 1, "by a planner that outlived the workers"
 
 
 def run_elastic(out: Path, *, timeout_s: float) -> None:

@@ -60,7 +60,7 @@ def test_a_planner_that_is_killed_plans_again(tmp_path, caplog):
     streams = configured(dataset, 2)
     loops = [iter(stream.iter_batches(batch_size=8)) for stream in streams]
     received = [next(loop)["id"].tolist() for loop in loops]
-    kill_actors("LocalPlanner")
+    kill_actors("PlannerProcess")
     for ids, loop in zip(received, loops, strict=True):
         ids += [i for batch in loop for i in batch["id"].tolist()]
     assert received == [epochs[0] for epochs in clean]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import os
+import pickle
+from typing import Any
+
 import numpy as np
 import pytest
 import ray
 from lancedb.table import LanceTable
 
+import lance_ray_stream as lrs
 from lance_ray_stream.layout import SplitLayout
 from lance_ray_stream.plan import build_plan
 from lance_ray_stream.planner import LocalPlanner, PlannerActor, PublishedPlan
 from lance_ray_stream.spec import make_spec
+from tests.faults import living_actors, wait_until
+from tests.probes import CountedPlans, count_plans
 from tests.tables import make_table
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -56,6 +65,60 @@ def test_a_part_of_a_part_has_the_right_rows(table):
     whole = LocalPlanner().plan(make_spec(table, num_splits=12), 0, range(12))
     half = whole.part(range(6, 12))
     assert _rows(half.part(range(7, 9))) == _rows(whole)[7:9]
+
+
+def test_what_the_workers_need_that_begin_again_before_the_end_of_an_epoch_is_kept(table, monkeypatch):
+    """Two plans: of the epoch that is asked for, and of the one that is nearest to it."""
+    built = count_plans(monkeypatch)
+    planner, spec = LocalPlanner(), make_spec(table, num_splits=4)
+    for epoch in (0, 1, 2, 1, 2, 0, 1, 7, 1):
+        planner.plan(spec, epoch, range(4))
+    assert built == [0, 1, 2, 0, 7]
+
+
+def test_streams_of_one_planner_do_not_drive_each_other_out(tmp_path):
+    """Four streams of a trainer, two epochs each, in one process."""
+    make_table(tmp_path, 40, columns=["id"])
+    table = CountedPlans(str(tmp_path), "rows")
+    planner = PlannerActor.start()
+    for seed, epoch in itertools.product([*range(4), *range(4)], range(2)):
+        spec = make_spec(table, num_splits=4, shuffle_seed=seed)
+        plan = planner.of_stream(f"stream {seed}").plan(spec, epoch, range(4))
+        assert plan.fingerprint == build_plan(spec, epoch).fingerprint
+    in_planner = [pid for pid in table.builders() if pid != os.getpid()]
+    assert len(in_planner) == 8
+    assert len(set(in_planner)) == 1
+
+
+class ControllerOfRun:
+    """What Ray Train's does with a config."""
+
+    def __init__(self, config: lrs.StreamDataConfig) -> None:
+        self._config = config
+
+    def planners_of_two_starts(self) -> list[str | None]:
+        """The actors that are known where the config is sent at each start of the workers."""
+        sent = [pickle.loads(ray.cloudpickle.dumps(self._config))._planner.actor for _ in range(2)]
+        return [actor and actor._handle._actor_id.hex() for actor in sent]
+
+
+Controller: Any = ray.remote(num_cpus=0)(ControllerOfRun)
+
+
+def test_a_config_keeps_a_planner_only_in_the_controller_of_a_run():
+    """Not in the user's own object, which may serve many runs; nor where a copy is sent to no actor."""
+    config = lrs.StreamDataConfig()
+    for copied in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(copy.deepcopy(config)))):
+        assert copied._planner.actor is None
+
+    for_run = Controller.remote(copy.deepcopy(config))
+    first, second = ray.get(for_run.planners_of_two_starts.remote())
+    assert first is not None
+    assert first == second
+    of_user = Controller.remote(config)
+    assert ray.get(of_user.planners_of_two_starts.remote()) == [None, None]
+    del for_run
+    wait_until(lambda: first not in living_actors(), timeout_s=30)
 
 
 def _rows(plan: PublishedPlan) -> list[list[int]]:
