@@ -8,11 +8,12 @@ INSTALLED := $(VENV)/.installed
 SOURCES := lance_ray_stream tests examples $(wildcard benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format docs bench clean
+.PHONY: help setup train test soak lint format docs bench clean
 
 help:
 	@echo "make train   train a small network from a LanceDB table: stopped in mid-epoch, resumed on more workers"
 	@echo "make test    lint, types and tests"
+	@echo "make soak    an elastic run in which nodes come and go and processes are killed, about 10 minutes"
 	@echo "make lint    lint and types"
 	@echo "make format  format the code"
 	@echo "make docs    build the documentation into site/"
@@ -38,6 +39,10 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Other courses: make soak SOAK="--seed 7 --even"
+soak: setup
+	$(BIN)/python -m tests.soak $(SOAK)
 
 format: setup
 	$(BIN)/ruff check --fix $(SOURCES)
