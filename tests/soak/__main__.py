@@ -87,19 +87,23 @@ def report(attempts: list[verdict.Attempt], happened: list[dict[str, Any]], num_
     for number, (attempt, end) in enumerate(zip(attempts, verdict.ends(attempts, num_steps), strict=True)):
         redone = attempt.last_step + 1 - end
         again += redone
-        event = because.get(attempt.start, {})
-        times = [event.get("restart_s", ""), event.get("data_s", "")]
-        kind = event.get("kind", "(begun, and ended by what came next)")
-        rows.append([number, kind, attempt.world, f"{attempt.first_step}..{attempt.last_step}", redone, *times])
-    header = ["attempt", "after", "workers", "steps", "done again", "restart, s", "of it data, s"]
+        event = because.get(attempt.start, {"kind": "(ended by what came next)", "restart_s": "", "waited": {}})
+        waited = " + ".join(f"{seconds:.1f}" for seconds in event["waited"].values())
+        steps = f"{attempt.first_step}..{attempt.last_step}"
+        rows.append([number, event["kind"], attempt.world, steps, redone, event["restart_s"], waited])
+    header = ["start", "after", "workers", "steps", "done again", "restart, s", "of it stream + state + first batch, s"]
     print("\n" + verdict.table(header, rows))
     counts = Counter(event["kind"] for event in happened)
     print("\n" + ", ".join(f"{count} x {kind}" for kind, count in counts.items()))
-    restarts, data = ([event[key] for event in happened[1:] if key in event] for key in ("restart_s", "data_s"))
     print(f"world sizes {sorted({attempt.world for attempt in attempts})}; {num_steps} steps, {again} done again")
+    restarts = [event for event in happened[1:] if "attempt" in event]
     if restarts:
-        middle = f"{statistics.median(restarts):.1f} s, {statistics.median(data):.1f} s of it waiting for data"
-        print(f"from what happened to the first step after it, {len(restarts)} times, median: {middle}")
+        whole = statistics.median(event["restart_s"] for event in restarts)
+        data = statistics.median(sum(event["waited"].values()) for event in restarts)
+        print(
+            f"from what happened to the first step after it, {len(restarts)} restarts, median: {whole:.1f} s, of it "
+            f"{data:.1f} s waiting for data"
+        )
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ class Soak:
         first = min(line["time"] for line in written(self._out, "run")[0] if line["attempt"] == began[0]["attempt"])
         fields = {"kind": event.kind, "places": event.places, "world": world, "time": happened}
         if first > happened:  # the workers were started again
-            fields |= {"attempt": began[0]["attempt"], "restart_s": first - happened, "data_s": data_seconds(began)}
+            fields |= {"attempt": began[0]["attempt"], "restart_s": first - happened, "waited": waited_for(began)}
         self.happened.append(fields)
         again = f", training again after {first - happened:.1f} s" if first > happened else ""
         print(f"{len(self.happened) - 1:3} {event.kind}: {world} workers{again}", flush=True)
@@ -190,9 +190,14 @@ class Soak:
         time.sleep(0.2)
 
 
-def data_seconds(starts: list[dict[str, Any]]) -> float:
-    """What the slowest rank waited for data after a start: stream, state with its plan, first batch."""
-    return max(float(line["state"] - line["begun"] + line["first_batch_s"]) for line in starts)
+def waited_for(starts: list[dict[str, Any]]) -> dict[str, float]:
+    """What the slowest rank waited for data after a start: seconds for its stream, its state, its first batch."""
+    parts = {
+        "stream": [line["stream"] - line["begun"] for line in starts],
+        "state": [line["state"] - line["stream"] for line in starts],
+        "first batch": [line["first_batch_s"] for line in starts],
+    }
+    return {part: max(seconds) for part, seconds in parts.items()}
 
 
 def lines_of(out: Path, run: str) -> list[dict[str, Any]]:
