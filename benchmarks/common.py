@@ -275,6 +275,8 @@ _HELP = {
     "splits": "num_splits of the stream",
     "batch": "rows of a batch",
     "repeats": "turns; medians are over them",
+    "epochs": "epochs of a turn, one after the other",
+    "step_ms": "milliseconds that the trainer is busy with each batch",
     "cpus": "CPUs that the feed may use",
     "window_rows": "rows of the widest window; 0 for the feed's own",
     "object_store_mib": "size of Ray's object store",

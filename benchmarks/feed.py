@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
+
+import ray
 
 import lance_ray_stream as lrs
 from benchmarks import common, contenders
@@ -70,7 +73,37 @@ class Epochs:
         """The windows of an epoch."""
         return windows_of(self.dataset, self.stream)
 
-    def rows_per_s(self) -> float:
-        """Rows per second over the whole epoch 0, whose plan is known."""
+    def rows_per_s(self, num_epochs: int = 1) -> float:
+        """Rows per second over the whole epochs 0, 1 ...; the plan of the first one is known."""
         self._restart()
-        return common.rows_per_s(self.batches(), num_rows)
+        every = (batch for _ in range(num_epochs) for batch in self.batches())
+        return common.rows_per_s(every, num_rows)
+
+    def arrivals(self, num_epochs: int, step_s: float = 0.0) -> list[list[float]]:
+        """When each batch of each epoch came, in seconds; after each the trainer is busy for ``step_s``."""
+        self._restart()
+        return [[self._arrival(step_s) for _ in self.batches()] for _ in range(num_epochs)]
+
+    def _arrival(self, step_s: float) -> float:
+        now = time.perf_counter()
+        time.sleep(step_s)
+        return now
+
+
+class Trainer:
+    """:class:`Epochs` in an actor beside the readers, as Ray Train has it; there the next epoch is prepared."""
+
+    def __init__(self, uri: str, **options: Any) -> None:
+        self._actor = ray.remote(num_cpus=0)(Epochs).remote(uri, **options)
+
+    def windows(self) -> list[Any]:
+        """The windows of an epoch."""
+        return ray.get(self._actor.windows.remote())
+
+    def rows_per_s(self, num_epochs: int = 1) -> float:
+        """As :meth:`Epochs.rows_per_s`."""
+        return ray.get(self._actor.rows_per_s.remote(num_epochs))
+
+    def arrivals(self, num_epochs: int, step_s: float = 0.0) -> list[list[float]]:
+        """As :meth:`Epochs.arrivals`."""
+        return ray.get(self._actor.arrivals.remote(num_epochs, step_s))

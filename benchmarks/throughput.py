@@ -1,4 +1,4 @@
-"""Rows per second of one rank over a whole epoch, beside its limit lines and other loaders."""
+"""Rows per second of one rank over whole epochs, beside its limit lines and other loaders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import common, contenders
-from benchmarks.feed import Epochs, set_window_rows
+from benchmarks.feed import Epochs, Trainer, set_window_rows
 
 FEED, BARE, LANCEDB = "this feed", "bare read of the same windows", "StreamingDataset"
 
@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> None:
         splits=48,
         batch=4_800,
         repeats=3,
+        epochs=3,
         cpus=os.cpu_count() or 1,
         window_rows=0,
         object_store_mib=1024,
@@ -46,12 +47,14 @@ def main(argv: list[str] | None = None) -> None:
 def make_contenders(args: argparse.Namespace, uri: str, alone: Any, several: Any) -> dict[str, Callable[[], float]]:
     """What runs in each turn."""
     set_window_rows(args.window_rows, args.row_bytes)
-    epochs = Epochs(uri, splits=args.splits, batch=args.batch, kind=args.kind)
-    cuts = epochs.windows()
+    # The width of windows can be set in this process alone.
+    place = Epochs if args.window_rows else Trainer
+    trainer = place(uri, splits=args.splits, batch=args.batch, kind=args.kind)
+    cuts = trainer.windows()
     for pool, count in ((alone, 1), (several, args.cpus)):
         pool.map(partial(contenders.prepare, uri), [args.splits] * count, chunksize=1)
     chosen: dict[str, Callable[[], float]] = {
-        FEED: epochs.rows_per_s,
+        FEED: partial(trainer.rows_per_s, args.epochs),
         f"{BARE}, {args.cpus} processes": partial(_bare, several, uri, args.splits, cuts, args.cpus),
         f"{BARE}, 1 process": partial(_bare, alone, uri, args.splits, cuts, 1),
         "plain scan, 1 process": lambda: alone.apply(contenders.scan, (uri,)),
