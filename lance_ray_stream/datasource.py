@@ -12,6 +12,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from lance_ray_stream.layout import IntArray
+from lance_ray_stream.memory import release_memory
 from lance_ray_stream.planner import FetchRows, LocalPlanner
 from lance_ray_stream.position import Window
 from lance_ray_stream.ray_internals import ROW_COUNT_COLUMN
@@ -183,7 +184,10 @@ def _split_reader(
         for start in range(0, rows_per_split, block_rows):
             index = np.arange(start, min(start + block_rows, rows_per_split))
             wanted = order.at(np.zeros_like(index), index)
-            yield _block(read_rows(table, wanted, columns=columns, address=order.address))
+            release_memory()  # of the block before
+            block = _block(read_rows(table, wanted, columns=columns, address=order.address))
+            release_memory()  # before Ray copies the block into its store
+            yield block
 
     return read_split
 
@@ -198,7 +202,10 @@ def _window_reader(
 ) -> Callable[[], Iterator[pa.Table]]:
     def read() -> Iterator[pa.Table]:
         order, table = rows.fetch(), spec.table.open()
-        yield _block(read_window(table, window, order, position, columns=columns, num_workers=num_workers))
+        release_memory()  # of the window before, which this process read too
+        block = _block(read_window(table, window, order, position, columns=columns, num_workers=num_workers))
+        release_memory()  # before Ray copies the block into its store
+        yield block
 
     return read
 

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lance_ray_stream.epoch_plan import PlannedEpoch
 from lance_ray_stream.errors import PlanError
 from lance_ray_stream.indexed_plan import digest_of, indexed_fingerprint, indexed_order, passing_rows
+from lance_ray_stream.memory import release_memory
 from lance_ray_stream.permutation import IndexedOrder
 from lance_ray_stream.plan import build_plan
 from lance_ray_stream.row_order import ComputedRows, PlannedRows, RowOrder
@@ -173,7 +174,7 @@ class LocalPlanner:
 
 def _built(spec: StreamSpec, epoch: int) -> PublishedPlan:
     plan = build_plan(spec, epoch)
-    return PublishedPlan(
+    published = PublishedPlan(
         epoch=epoch,
         splits=range(plan.num_splits),
         rows=plan.rows,
@@ -181,6 +182,9 @@ def _built(spec: StreamSpec, epoch: int) -> PublishedPlan:
         fingerprint=plan.fingerprint,
         row_ids=tuple(ray.put(ids) for ids in plan.ids),
     )
+    del plan
+    release_memory()  # LanceDB's builder had many times the size of the plan
+    return published
 
 
 class PlannerProcess:

@@ -23,6 +23,10 @@ _ATTEMPTS = 4
 _FIRST_WAIT_S = 0.2
 # Arrow's 32-bit offsets end at 2 GiB in one column; a larger result is read in halves.
 _MAX_RESULT_BYTES = 2**30
+# LanceDB holds what one take reads more than once. Parts of this size cost no time that could be measured.
+_TAKE_BYTES = 16 * 2**20
+# The first part tells how many bytes a row has.
+_FIRST_TAKE_ROWS = 1_024
 
 # Words of lancedb's error texts: it has no exception classes for these.
 _FINAL = ("denied", "forbidden", "unauthorized", "unauthenticated", "expired", "invalid input, schema")
@@ -62,7 +66,7 @@ def read_rows(
     """
     wanted = np.ascontiguousarray(rows, dtype=np.uint64)
     unique, inverse = _unique(wanted)
-    taken = _take(table, unique, columns, address)
+    taken = _take_in_parts(table, unique, columns, address)
     if inverse is not None and taken.nbytes * len(wanted) > _MAX_RESULT_BYTES * len(unique):
         del taken
         half = len(wanted) // 2
@@ -70,6 +74,8 @@ def read_rows(
         return pa.concat_tables(parts)
     order = _order(table, taken, unique, inverse, address)
     if order is not None:
+        # Chunks would be copied into one anyway, beside those that LanceDB filled; now these are free before that.
+        taken = taken.combine_chunks()
         # With the addresses still in it: a table without columns cannot be put in order, nor repeat a row.
         taken = taken.take(pa.array(order))
     taken = taken.drop_columns([_ADDRESS_COLUMNS[address]])
@@ -102,6 +108,18 @@ def _unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         return ids, None
     unique, inverse = np.unique(ids, return_inverse=True)
     return unique, inverse
+
+
+def _take_in_parts(
+    table: LanceTable, unique: np.ndarray, columns: tuple[str, ...] | None, address: Address
+) -> pa.Table:
+    """As :func:`_take`, in parts of about ``_TAKE_BYTES``."""
+    parts = [_take(table, unique[:_FIRST_TAKE_ROWS], columns, address)]
+    row_bytes = parts[0].nbytes / max(1, parts[0].num_rows)
+    part_rows = max(1, int(_TAKE_BYTES // max(1.0, row_bytes)))
+    for start in range(_FIRST_TAKE_ROWS, len(unique), part_rows):
+        parts.append(_take(table, unique[start : start + part_rows], columns, address))
+    return pa.concat_tables(parts)
 
 
 def _take(table: LanceTable, unique: np.ndarray, columns: tuple[str, ...] | None, address: Address) -> pa.Table:

@@ -43,7 +43,7 @@ def read_window(
     worker = ((split + 1) * num_workers - 1) // len(position)  # the parts of SplitLayout.splits_of
     parts = [np.flatnonzero(worker == number) for number in range(num_workers)]
     with ThreadPoolExecutor(num_workers) as pool:
-        tables = list(pool.map(lambda part: read(wanted[part]), parts))
+        group_order = pa.concat_tables(pool.map(lambda part: read(wanted[part]), parts)).combine_chunks()
     place = np.empty(len(wanted), dtype=np.int64)
     place[np.concatenate(parts)] = np.arange(len(wanted))
-    return pa.concat_tables(tables).combine_chunks().take(place)
+    return group_order.take(place)

@@ -192,6 +192,31 @@ def test_results_too_large_for_one_take_are_read_in_parts(table, monkeypatch):
     assert repeated["text"].to_pylist() == ["row 3 xxx"] * 500
 
 
+@pytest.mark.parametrize("columns", [None, ("text", "_rowid"), (), ("_rowid",)])
+def test_a_large_take_is_made_in_parts(table, monkeypatch, columns):
+    taken = []
+    real = reader._take
+
+    def counted(table: LanceTable, unique: np.ndarray, *rest: Any) -> pa.Table:
+        taken.append(len(unique))
+        return real(table, unique, *rest)
+
+    order = np.random.default_rng(0).integers(0, 1000, 3000)
+    row_ids = all_row_ids(table)
+    whole = read_rows(table, row_ids[order], columns=columns)
+    monkeypatch.setattr(reader, "_TAKE_BYTES", 2000)
+    monkeypatch.setattr(reader, "_FIRST_TAKE_ROWS", 10)
+    monkeypatch.setattr(reader, "_take", counted)
+    assert read_rows(table, row_ids[order], columns=columns).equals(whole)
+    assert taken[0] == 10
+    assert len(taken) > 3
+    assert sum(taken) == len(np.unique(order))
+    with pytest.raises(MissingRowsError, match="only 1000 of the 1001 rows"):
+        read_rows(table, np.append(row_ids, np.uint64(10**12)), columns=columns)
+    if columns is None:
+        assert whole.equals(make_rows(0, 1000).take(order))
+
+
 class FailingTable:
     """A table whose storage fails ``failures`` times before it answers, as lancedb reports that."""
 
