@@ -10,14 +10,17 @@ if TYPE_CHECKING:
     from lance_ray_stream.epoch_plan import EpochPlan
     from lance_ray_stream.iterator import StreamIterator
     from lance_ray_stream.layout import SplitLayout
+    from lance_ray_stream.protection import protect_version
     from lance_ray_stream.read import plan_epoch, read_stream
     from lance_ray_stream.state import merge_state_dicts
     from lance_ray_stream.table import TableRef
+    from lance_ray_stream.tags import ProtectedVersion, protected_versions, unprotect_version
     from lance_ray_stream.train import get_stream
 
 __all__ = [
     "ElasticTorchTrainer",
     "EpochPlan",
+    "ProtectedVersion",
     "SplitLayout",
     "StreamDataConfig",
     "StreamIterator",
@@ -26,7 +29,10 @@ __all__ = [
     "get_stream",
     "merge_state_dicts",
     "plan_epoch",
+    "protect_version",
+    "protected_versions",
     "read_stream",
+    "unprotect_version",
 ]
 __version__ = "0.1.0"
 
@@ -35,6 +41,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "ElasticTorchTrainer": "elastic",
     "EpochPlan": "epoch_plan",
+    "ProtectedVersion": "tags",
     "SplitLayout": "layout",
     "StreamDataConfig": "data_config",
     "StreamIterator": "iterator",
@@ -43,7 +50,10 @@ _MODULES = {
     "get_stream": "train",
     "merge_state_dicts": "state",
     "plan_epoch": "read",
+    "protect_version": "protection",
+    "protected_versions": "tags",
     "read_stream": "read",
+    "unprotect_version": "tags",
 }
 
 

@@ -43,6 +43,10 @@ class VersionNotFoundError(RuntimeError):
     """The pinned version of the table no longer exists, or never did."""
 
 
+class ProtectionError(RuntimeError):
+    """A version cannot be protected from clean-up, or its protection cannot be listed or removed."""
+
+
 class MissingRowsError(RuntimeError):
     """The pinned version no longer delivers rows that the plan names."""
 

@@ -172,6 +172,11 @@ class TableRef:
         """Which table this is, as JSON, without credentials and without the version."""
         return {"uri": public_uri(self.uri), "name": self.name, "namespace_path": list(self.namespace_path)}
 
+    def label(self) -> str:
+        """Name and place for a text, without credentials and without the version."""
+        path = "".join(f"{part}." for part in self.namespace_path)
+        return f"table {path + self.name!r} in {public_uri(self.uri)!r}"
+
     def __repr__(self) -> str:
         parts = [f"uri={public_uri(self.uri)!r}", f"name={self.name!r}", f"version={self.version!r}"]
         if self.namespace_path:
@@ -191,14 +196,14 @@ class TableRef:
     def _connect(self) -> Table:
         # lancedb.connect creates a missing local directory: a typo must not leave one behind.
         if not urlsplit(self.uri).scheme and not os.path.isdir(self.uri):
-            raise TableNotFoundError(f"cannot open {self._label()}: there is no directory {self.uri!r}")
+            raise TableNotFoundError(f"cannot open {self.label()}: there is no directory {self.uri!r}")
         options = dict(self.storage_options) if self.storage_options else None
         try:
             connection = lancedb.connect(self.uri, storage_options=options)
             return connection.open_table(self.name, namespace_path=list(self.namespace_path) or None)
         except Exception as error:
             message = scrub(str(error), uri=self.uri, storage_options=self.storage_options)
-        raise TableNotFoundError(f"cannot open {self._label()}: {message}")
+        raise TableNotFoundError(f"cannot open {self.label()}: {message}")
 
     def _call_factory(self) -> Table:
         assert self.connection_factory is not None
@@ -219,7 +224,7 @@ class TableRef:
                 )
             return table
         raise TableNotFoundError(
-            f"cannot open {self._label()}: its connection_factory raised {cause}. The text of that error is "
+            f"cannot open {self.label()}: its connection_factory raised {cause}. The text of that error is "
             "withheld because it may hold credentials; call the factory by itself to see it"
         )
 
@@ -231,12 +236,8 @@ class TableRef:
         except Exception as error:
             message = scrub(str(error), uri=self.uri, storage_options=self.storage_options)
         raise VersionNotFoundError(
-            f"{self._label()} has no version {self.version!r} ({message}). {_existing_versions(table, self.version)}"
+            f"{self.label()} has no version {self.version!r} ({message}). {_existing_versions(table, self.version)}"
         )
-
-    def _label(self) -> str:
-        path = "".join(f"{part}." for part in self.namespace_path)
-        return f"table {path + self.name!r} in {public_uri(self.uri)!r}"
 
 
 class _OpenTables:

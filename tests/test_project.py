@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # subpackage is one module here, "" is the package itself. A new module has to be given its place.
 LAYERS = {
     "pure": {"errors", "display", "layout", "position", "permutation", "row_order", "cursor", "state", "uris"},
-    "lance": {"table", "spec", "epoch_plan", "indexed_plan", "plan", "memory", "reader", "window_reader"},
+    "lance": {"table", "spec", "epoch_plan", "indexed_plan", "plan", "memory", "reader", "window_reader", "tags"},
     "ray": {
         "ray_internals",
         "collate",
@@ -39,6 +39,7 @@ LAYERS = {
         "iterator",
         "data_config",
         "read",
+        "protection",
         "train",
         "elastic",
     },

@@ -9,9 +9,11 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lancedb
 import numpy as np
 import pyarrow as pa
 import ray.train
@@ -225,6 +227,27 @@ def read_five_epochs(config: Config) -> None:
         prepared = stream._reader._next._preparation is not None
         ids = [int(i) for batch in stream.iter_batches(global_batch_size=96) for i in batch["id"]]
         write_down(config, stream.rank, epoch=epoch, prepared=prepared, ids=ids)
+
+
+def clean_up_after_an_epoch(config: Config) -> None:
+    """Two epochs, read by processes of their own; rank 0 has the table cleaned up once both ranks ended the first."""
+    stream = lrs.get_stream()
+    for epoch in range(2):
+        stream.set_epoch(epoch)
+        ids = [int(i) for batch in stream.iter_batches(global_batch_size=16) for i in batch["id"]]
+        torch.distributed.barrier()
+        refused = _clean_up(Path(config["out"])) if stream.rank == 0 and epoch == 0 else ""
+        write_down(config, stream.rank, ids=ids, refused=refused)
+        torch.distributed.barrier()
+
+
+def _clean_up(path: Path) -> str:
+    table = lancedb.connect(path).create_table("rows", [{"id": 1}], mode="overwrite")
+    try:
+        table.optimize(cleanup_older_than=timedelta(0), delete_unverified=True)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 def read_nothing(config: Config) -> None:

@@ -60,6 +60,14 @@ examples:
   lance-ray-stream state monday/stream.json tuesday/stream.json
   lance-ray-stream state stream.json --table data digits
 """
+_PROTECTED = """\
+The versions of a table that runs protect from LanceDB's clean-up (lance_ray_stream.protect_version), and those that
+killed runs left protected. --remove ends the protection by one run; nothing tells whether it has really ended.
+
+examples:
+  lance-ray-stream protected data digits
+  lance-ray-stream protected data digits --remove run-7
+"""
 _EXIT_CODES = """\
 exit codes: 0 all is well; 1 a guarantee or a state does not hold; 2 wrong usage or input, or the command could not be
 carried out. COMMAND --help shows examples."""
@@ -88,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_step(_add_command(commands, "step", "the rows of one global batch", _STEP))
     _add_verify(_add_command(commands, "verify", "run the guarantees on a table", _VERIFY))
     _add_state(_add_command(commands, "state", "read, compare and check states", _STATE))
+    _add_protected(_add_command(commands, "protected", "versions that runs protect from clean-up", _PROTECTED))
     return parser
 
 
@@ -174,9 +183,20 @@ def _add_state(command: argparse.ArgumentParser) -> None:
     _add_lenient(command)
 
 
-def _add_table(command: argparse.ArgumentParser) -> None:
+def _add_protected(command: argparse.ArgumentParser) -> None:
+    _add_place(command)
+    command.add_argument("--remove", metavar="NAME", help="end the protection by this run")
+    _add_storage_options(command)
+    _add_format(command, "table", "json", "csv")
+
+
+def _add_place(command: argparse.ArgumentParser) -> None:
     command.add_argument("uri", metavar="URI", help="folder or object store path, as lancedb.connect takes it")
     command.add_argument("table", metavar="TABLE", help="name of the table")
+
+
+def _add_table(command: argparse.ArgumentParser) -> None:
+    _add_place(command)
     which = command.add_mutually_exclusive_group()
     which.add_argument("--version", type=int, metavar="V", help="version of the table (default: the latest)")
     which.add_argument("--tag", metavar="NAME", help="tag of the version")

@@ -21,10 +21,10 @@ def write_facts(facts: Mapping[str, object]) -> None:
         print(f"{name:<{width}}  {show(value)}".rstrip())
 
 
-def write_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def write_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, max_cell: int = _MAX_CELL) -> None:
     """Columns of text, numbers to the right."""
     records = list(rows)
-    lines = [[_cut(show(value, digits="")) for value in row] for row in records]
+    lines = [[_cut(show(value, digits=""), max_cell) for value in row] for row in records]
     widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
     numeric = [all(_is_number(row[i]) for row in records) for i in range(len(header))]
     for line in [header, *lines]:
@@ -89,9 +89,9 @@ def _dumps(value: object) -> str:
     return json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False)
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, width: int) -> str:
     text = text.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
-    return text if len(text) <= _MAX_CELL else text[: _MAX_CELL - 3] + "..."
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _is_number(value: object) -> bool:
