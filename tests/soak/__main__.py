@@ -40,6 +40,7 @@ def main() -> int:
     args = parser.parse_args()
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # steps take milliseconds: look more often
+    os.environ.setdefault("RAY_worker_niceness", "0")  # or a busy machine runs everything else first
     warnings.filterwarnings("ignore", message="lancedb fork support")
     faulthandler.dump_traceback_later(args.seconds + 60, exit=True)  # whatever hangs; the nodes end with this process
     with tempfile.TemporaryDirectory(prefix="soak", ignore_cleanup_errors=True) as folder:

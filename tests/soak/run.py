@@ -17,9 +17,10 @@ from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
 import lance_ray_stream as lrs
 from lance_ray_stream import datasource, feed
 from tests.elastic_cluster import LocalCluster
-from tests.faults import SlowReads, die, first_time, kill_actors
+from tests.faults import kill_actors
+from tests.soak.reads import SoakTable, with_twice
 from tests.soak.schedule import MAX_WORKERS, Event, Schedule
-from tests.train_loops import Config, _load, _save, with_twice, write_down, written
+from tests.train_loops import Config, _load, _save, write_down, written
 
 NUM_SPLITS = 24  # divides by 1, 2, 3, 4, 6 and 8; 5 and 7 need uneven=True
 GLOBAL_BATCH_SIZE = 2 * NUM_SPLITS
@@ -29,16 +30,6 @@ CHECKPOINT_EVERY = 5  # steps
 STEP_S = 0.1
 # How many steps the run makes before something happens again.
 STEPS_BETWEEN = 6
-
-
-class SoakTable(SlowReads):
-    """A table of slow reads; a process that reads from it is killed in mid-window where a file asks for that."""
-
-    def on_read(self, num_rows: int, columns: list[str] | None) -> None:
-        super().on_read(num_rows, columns)
-        for order in Path(self.uri).glob("kill_reader_*.wanted") if num_rows else ():
-            if first_time(self.uri, order.stem):
-                die()
 
 
 def train(config: Config) -> None:
