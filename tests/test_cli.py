@@ -28,6 +28,7 @@ from lance_ray_stream import plan as plan_module
 from lance_ray_stream import window_reader
 from lance_ray_stream.backends import PlanBackend, Topology
 from lance_ray_stream.cli import main, one_line
+from lance_ray_stream.errors import LayoutError
 from lance_ray_stream.plan import build_plan
 from lance_ray_stream.row_order import PlannedRows
 from lance_ray_stream.spec import make_spec
@@ -146,6 +147,28 @@ def test_layout_as_text_and_csv(cli: Cli) -> None:
     assert json.loads(lines[1]["reader_workers"]) == [1, 2, 3, 6]
 
 
+@pytest.mark.parametrize("num_workers", [None, 2])
+def test_layout_of_unequal_groups(cli: Cli, num_workers: int | None) -> None:
+    """Every world size, with the smallest and the largest of its ranks."""
+    workers = [] if num_workers is None else ["--num-workers", num_workers]
+    result = cli("layout", 48, "--uneven", "--global-batch-size", 480, *workers, "--format", "json")
+    found, layout = json.loads(result.out), lrs.SplitLayout(48, uneven=True)
+    assert found["uneven"] is True
+    assert [line["world_size"] for line in found["topologies"]] == layout.world_sizes(num_workers or 1)
+    for line in found["topologies"]:
+        size = line["world_size"]
+        assert line["splits_per_rank"] == sorted({len(layout.splits_of(rank, size)) for rank in range(size)})
+        assert line["local_batch"] == sorted({layout.local_batch_size(480, size, rank) for rank in range(size)})
+        if num_workers is None:
+            layout.check(size, line["reader_workers_up_to"])
+            with pytest.raises(LayoutError):
+                layout.check(size, line["reader_workers_up_to"] + 1)
+        else:
+            assert line["reader_workers"] == [num_workers]
+    text = cli("layout", 48, "--uneven", "--world-sizes", "5,7").out
+    assert text.splitlines()[0] == "num_splits 48, uneven: 2 world sizes"
+
+
 def test_layout_finds_the_smallest_number_of_splits(cli: Cli) -> None:
     assert cli("layout", "--world-sizes", "6,8").out.startswith("num_splits 24:")
     found = json.loads(cli("layout", "--world-sizes", "6,8", "--num-workers", 5, "--format", "json").out)
@@ -166,6 +189,9 @@ def test_layout_finds_the_smallest_number_of_splits(cli: Cli) -> None:
         (["layout", "48", "--num-workers", "5"], "num_workers=5"),
         (["layout", "48", "--global-batch-size", "100"], "Nearest sizes that work: 96, 144"),
         (["plan", "data", "rows", "--num-splits", "8", "--algorithm", "dice"], "shuffle_algorithm must be one of"),
+        (["layout", "48", "--uneven", "--world-sizes", "5,49"], "World sizes that work: 1 to 48"),
+        (["layout", "48", "--uneven", "--num-workers", "49"], "48 are too few for world_size=1 with num_workers=49"),
+        (["layout", "--uneven", "--world-sizes", "5,7"], "--uneven needs NUM_SPLITS"),
         (["layout", "48", "--rows", "40"], "40 rows are fewer than num_splits=48"),
         (["step", "data", "rows", "1", "--num-splits", "8"], "--global-batch-size"),
         (["plan", "data", "rows", "--version", "1", "--tag", "x"], "not allowed with"),

@@ -17,6 +17,7 @@ examples:
   lance-ray-stream layout 48
   lance-ray-stream layout 48 --global-batch-size 4800 --rows 1000000
   lance-ray-stream layout --world-sizes 6,8 --num-workers 2
+  lance-ray-stream layout 48 --uneven --world-sizes 5,7 --global-batch-size 480
 """
 _PLAN = """\
 The plan of one epoch in numbers: rows, rows per split, dropped rows, fingerprint. Reads row ids, no payload.
@@ -118,6 +119,7 @@ def _add_layout(command: argparse.ArgumentParser) -> None:
     command.add_argument("num_splits", metavar="NUM_SPLITS", nargs="?", type=int, help="number of splits")
     command.add_argument("--world-sizes", type=_integers, metavar="W,...", help="only these numbers of ranks")
     command.add_argument("--num-workers", type=int, metavar="K", help="reader workers of each rank")
+    command.add_argument("--uneven", action="store_true", help="as StreamDataConfig(uneven=True): any number of ranks")
     command.add_argument("--global-batch-size", type=int, metavar="G", help="rows of a step, over all ranks")
     command.add_argument("--rows", type=int, metavar="N", help="rows of the table, for steps and dropped rows")
     _add_format(command, "table", "json", "csv")

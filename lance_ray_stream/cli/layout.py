@@ -17,13 +17,15 @@ def run(arguments: Namespace) -> int:
     lines = [_topology(layout, size, arguments) for size in _world_sizes(layout, arguments)]
     epoch = _epoch(layout, arguments)
     if arguments.format == "json":
-        write_json({"num_splits": layout.num_splits, **epoch, "topologies": [_keys(line) for line in lines]})
+        facts = {"num_splits": layout.num_splits, "uneven": layout.uneven, **epoch}
+        write_json({**facts, "topologies": [_keys(line) for line in lines]})
         return 0
     header, rows = list(lines[0]), [list(line.values()) for line in lines]
     if arguments.format == "csv":
         write_csv([*_keys(lines[0]), *epoch], [[*row, *epoch.values()] for row in rows])
         return 0
-    print(f"num_splits {layout.num_splits}: {len(lines)} world size{'s' * (len(lines) != 1)}")
+    uneven, plural = ", uneven" * layout.uneven, "s" * (len(lines) != 1)
+    print(f"num_splits {layout.num_splits}{uneven}: {len(lines)} world size{plural}")
     if "rows_per_split" in epoch:
         print(
             f"an epoch of {show(arguments.rows)} rows: {show(epoch['rows_per_split'])} per split, "
@@ -41,9 +43,11 @@ def run(arguments: Namespace) -> int:
 def _layout(arguments: Namespace) -> SplitLayout:
     num_workers = 1 if arguments.num_workers is None else arguments.num_workers
     if arguments.num_splits is not None:
-        return SplitLayout(arguments.num_splits)
+        return SplitLayout(arguments.num_splits, uneven=arguments.uneven)
     if arguments.world_sizes is None:
         raise InvalidArgumentError("name NUM_SPLITS, or --world-sizes for the smallest number that allows them")
+    if arguments.uneven:
+        raise InvalidArgumentError("--uneven needs NUM_SPLITS: any number of at least the world size will do")
     return SplitLayout.for_world_sizes(arguments.world_sizes, num_workers=num_workers)
 
 
@@ -57,6 +61,8 @@ def _world_sizes(layout: SplitLayout, arguments: Namespace) -> list[int]:
         return sorted(set(arguments.world_sizes))
     sizes = layout.world_sizes(num_workers)
     if not sizes:
+        if layout.uneven:
+            layout.check(1, num_workers)
         raise LayoutError(
             f"num_workers={num_workers} reader workers cannot share num_splits={layout.num_splits}; "
             f"multiples of {num_workers} work"
@@ -65,12 +71,26 @@ def _world_sizes(layout: SplitLayout, arguments: Namespace) -> list[int]:
 
 
 def _topology(layout: SplitLayout, world_size: int, arguments: Namespace) -> dict[str, Any]:
+    if layout.uneven:
+        return _uneven_topology(layout, world_size, arguments)
     group = layout.num_splits // world_size
     line: dict[str, Any] = {"world size": world_size, "splits per rank": group}
     if arguments.global_batch_size is not None:
         line["local batch"] = layout.local_batch_size(arguments.global_batch_size, world_size)
     workers = SplitLayout(group).world_sizes() if arguments.num_workers is None else [arguments.num_workers]
     return line | {"reader workers": workers}
+
+
+def _uneven_topology(layout: SplitLayout, world_size: int, arguments: Namespace) -> dict[str, Any]:
+    """Of the smallest group and the largest, which differ by one split at most."""
+    smallest, largest = layout.num_splits // world_size, -(-layout.num_splits // world_size)
+    groups = sorted({smallest, largest})
+    line: dict[str, Any] = {"world size": world_size, "splits per rank": groups}
+    if arguments.global_batch_size is not None:
+        line["local batch"] = [arguments.global_batch_size // layout.num_splits * group for group in groups]
+    if arguments.num_workers is None:
+        return line | {"reader workers up to": smallest}
+    return line | {"reader workers": [arguments.num_workers]}
 
 
 def _epoch(layout: SplitLayout, arguments: Namespace) -> dict[str, int]:
