@@ -188,14 +188,21 @@ def test_accuracy(checkpoint: Checkpoint, table: Table) -> float:
     return float((predicted == torch.tensor(rows["label"].to_pylist())).float().mean())
 
 
+def start_ray() -> None:
+    """Use the cluster that runs, such as that of ``ray job submit``, or start one here."""
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(log_to_driver=False)
+    else:  # eight logical CPUs, whatever the machine has: four workers, and four for their reads
+        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+
+
 def main() -> int:
     """Run it all; the exit status is 0 if the network is good and the batches were the planned ones."""
     # The steps of this small job take milliseconds: let Ray Train collect reports more often.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     # LanceDB warns of forks; Ray forks only to start other programs, so no harm is done.
     warnings.filterwarnings("ignore", message="lancedb fork support")
-    # Eight logical CPUs, whatever the machine has: four workers, and four for their reads.
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    start_ray()
     shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir(parents=True)
     train_table, test_table = write_digits(DATA)

@@ -10,16 +10,22 @@ from typing import Any
 from ray.exceptions import OwnerDiedError
 
 from lance_ray_stream.errors import StreamUsageError
+from lance_ray_stream.ray_internals.cluster import CpusHeldError
 
 _logger = logging.getLogger("lance_ray_stream")
 
 
-def outlive_planner(read: Callable[[], Iterable[Any]], replan: Callable[[], bool], name: str) -> Iterator[Any]:
-    """The batches of ``read()``; when the plan's row ids are lost with their owner, it goes on with those of a new one.
+def read_on(
+    read: Callable[[], Iterable[Any]], *, replan: Callable[[], bool], wait_no_longer: Callable[[], None], name: str
+) -> Iterator[Any]:
+    """The batches of ``read()``, and again when it ended for a reason that can be helped.
+
+    Those are that the plan's row ids were lost with their owner, and that there are no CPUs to be had.
 
     Args:
         read: reads on from where the stream stands.
         replan: asks for the plan again; False if it is the one that there was, and something else was lost.
+        wait_no_longer: makes ``read`` do with the CPUs that there are.
         name: of the dataset.
     """
     while True:
@@ -34,6 +40,8 @@ def outlive_planner(read: Callable[[], Iterable[Any]], replan: Callable[[], bool
                 "on at the next row.",
                 name,
             )
+        except CpusHeldError:
+            wait_no_longer()
 
 
 class StreamBatches:

@@ -39,8 +39,11 @@ class Feed:
     prepare_next_epoch: bool = True
     quiet: bool = True
 
-    def rest_of_epoch(self, spec: StreamSpec, plan: PublishedPlan, cursor: Cursor) -> Dataset:
-        """The rows that ``cursor`` has not received yet, in the order of delivery, to be run by this rank."""
+    def rest_of_epoch(self, spec: StreamSpec, plan: PublishedPlan, cursor: Cursor, *, waited: bool = False) -> Dataset:
+        """The rows that ``cursor`` has not received yet, in the order of delivery, to be run by this rank.
+
+        ``waited``: for CPUs, in vain; see :func:`fit_into`.
+        """
         position = cursor.position()[cursor.splits.start : cursor.splits.stop]
         max_rows = max_window_rows(spec.row_bytes)
         cuts = windows(
@@ -58,7 +61,7 @@ class Feed:
             num_workers=self.num_workers,
         )
         rest = rebase(self.dataset, source, world_size=cursor.world_size, options=self.options, quiet=self.quiet)
-        rest = fit_into(rest, self.name, world_size=cursor.world_size)
+        rest = fit_into(rest, self.name, world_size=cursor.world_size, waited=waited)
         if self.quiet:
             silence(rest)
         return rest

@@ -11,7 +11,7 @@ import pyarrow as pa
 from ray.data import DataContext, Dataset
 from ray.data.block import BlockAccessor
 
-from lance_ray_stream.batches import Iteration, StreamBatches, outlive_planner
+from lance_ray_stream.batches import Iteration, StreamBatches, read_on
 from lance_ray_stream.cursor import Cursor
 from lance_ray_stream.display import facts_html, show_range
 from lance_ray_stream.errors import InvalidArgumentError, LayoutError, StreamUsageError
@@ -271,7 +271,8 @@ class StreamIterator(RankFacts, HookedDataIterator):
         try:
             if due >= batch_size or (due and not drop_last):
                 of_epoch, left = (num_batches(rows, batch_size, drop_last) for rows in (self.rows_per_epoch, due))
-                read = outlive_planner(start, self._progress.replan, self._name)
+                wait_no_longer = self._reader.wait_no_longer
+                read = read_on(start, replan=self._progress.replan, wait_no_longer=wait_no_longer, name=self._name)
                 yield from self._insight.observe(read, epoch=epoch, first_step=of_epoch - left + 1, num_steps=of_epoch)
             expected = due - due % batch_size if drop_last else due
             if (self.epoch, self._cursor.received) != (epoch, expected):

@@ -61,6 +61,7 @@ class Reader:
         self._present: EpochReading | None = None
         self._rows_to_come = 0
         self._prepares = False
+        self._waited = False
 
     def __reduce__(self) -> tuple[type[Reader], tuple[Feed, Progress[PublishedPlan]]]:
         return Reader, (self._feed, self._progress)  # what has begun stays in its process
@@ -73,7 +74,8 @@ class Reader:
             reading.stop()  # a state was loaded meanwhile
             reading = None
         if reading is None:
-            reading = _begin(self._feed, progress.spec, progress.begin_reading(), cursor)
+            waited, self._waited = self._waited, False
+            reading = _begin(self._feed, progress.spec, progress.begin_reading(), cursor, waited=waited)
         else:
             progress.begin_reading(reading.plan)
             reading.execution.go_on()
@@ -83,6 +85,10 @@ class Reader:
             self._present, self._rows_to_come = reading, progress.rows_left
         self._prepares = self._feed.prepare_next_epoch and in_trainer() and not has_actors(reading.execution.dataset)
         return reading.execution
+
+    def wait_no_longer(self) -> None:
+        """The CPUs that it waited for cannot be had: the next reading does without, or says what is missing."""
+        self._waited = True
 
     def on_rows(self, num_rows: int) -> None:
         """Rows have arrived; begins the next epoch when few are left."""
@@ -124,9 +130,15 @@ def has_actors(dataset: Dataset) -> bool:
 
 
 def _begin(
-    feed: Feed, spec: StreamSpec, plan: PublishedPlan, cursor: Cursor, *, hold_bytes: int | None = None
+    feed: Feed,
+    spec: StreamSpec,
+    plan: PublishedPlan,
+    cursor: Cursor,
+    *,
+    hold_bytes: int | None = None,
+    waited: bool = False,
 ) -> EpochReading:
-    dataset = feed.rest_of_epoch(spec, plan, cursor)
+    dataset = feed.rest_of_epoch(spec, plan, cursor, waited=waited)
     source = stream_of(dataset)
     assert isinstance(source, WindowDatasource)
     tail_rows = sum(window.num_rows for window in source.windows[-_WINDOWS_LEFT:])

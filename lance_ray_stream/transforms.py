@@ -16,6 +16,7 @@ from lance_ray_stream import ray_internals
 from lance_ray_stream.datasource import StreamDatasource
 from lance_ray_stream.errors import InvalidArgumentError, RowCountChangedError, UnsupportedOperatorError
 from lance_ray_stream.ray_internals import MapBatches, Read
+from lance_ray_stream.ray_internals.cluster import WatchCpus
 
 
 def find_stream(dataset: object) -> StreamDatasource | None:
@@ -103,6 +104,9 @@ def ordered_context(context: DataContext, options: ExecutionOptions, *, quiet: b
     context.execution_options.preserve_order = True
     # Blocks that failed and were left out would move every row after them.
     context.max_errored_blocks = 0
+    ray_internals.let_tasks_end(context)
+    # A trainer may pause in mid-epoch for as long as it likes; who waits for CPUs in vain is found by WatchCpus.
+    context.execution_no_progress_timeout_s = -1
     if quiet:
         context.enable_progress_bars = False
         context.print_on_execution_start = False
@@ -112,6 +116,7 @@ def ordered_context(context: DataContext, options: ExecutionOptions, *, quiet: b
     context.custom_execution_callback_classes = [
         *context.custom_execution_callback_classes,
         ray_internals.StartWithAllResources,
+        WatchCpus,
     ]
     return context
 

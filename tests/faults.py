@@ -43,10 +43,18 @@ def die() -> None:
 class MortalTable(RecordedTable):
     """A table whose third read of rows is cut short once: the process that reads is killed in mid-window."""
 
+    dies_at = 3
+
     def on_read(self, num_rows: int, columns: list[str] | None) -> None:
         super().on_read(num_rows, columns)
-        if len(list(self.reads())) >= 3 and first_time(self.uri, "reader_killed"):
+        if len(list(self.reads())) >= self.dies_at and first_time(self.uri, "reader_killed"):
             die()
+
+
+class MortalInNextEpoch(MortalTable):
+    """Dies in the tenth read: after the nine windows of an epoch of 480 rows."""
+
+    dies_at = 10
 
 
 class SlowReads(RecordedTable):
@@ -86,6 +94,25 @@ def fail_late(batch):
     if max(batch["id"]) > 200:
         raise OwnError("cannot handle row 201")
     return batch
+
+
+class FailLate:
+    """The same on actors."""
+
+    def __call__(self, batch):
+        return fail_late(batch)
+
+
+class Holder:
+    """An actor of another job, say, that holds CPUs."""
+
+    def is_there(self) -> bool:
+        return True
+
+
+def nap(seconds: float) -> None:
+    """A task that keeps a CPU for a while."""
+    time.sleep(seconds)
 
 
 def kill_actors(class_name: str) -> None:

@@ -23,7 +23,8 @@ from ray.train import Checkpoint, FailureConfig, Result, RunConfig, ScalingConfi
 from ray.train.torch import TorchTrainer
 
 import lance_ray_stream as lrs
-from tests.faults import fail_late
+from lance_ray_stream import datasource, feed
+from tests.faults import fail_late, wait_until
 from tests.user_functions import OwnError
 
 Config = dict[str, Any]
@@ -248,6 +249,45 @@ def _clean_up(path: Path) -> str:
     except RuntimeError as error:
         return str(error)
     return "nothing"
+
+
+def rank_0_stops(config: Config) -> None:
+    """Rank 0 stops after a batch, and goes on when all others have read their epoch."""
+    feed.FIRST_WINDOW_ROWS, datasource.MAX_WINDOW_ROWS = 8, 64
+    stream = lrs.get_stream()
+    loop = iter(stream.iter_batches(batch_size=8))
+    ids = next(loop)["id"].tolist()
+    stopped, others = Path(config["out"], "stopped"), range(1, stream.world_size)
+    if stream.rank == 0:
+        time.sleep(1)  # for its reads to come to a halt
+        stopped.touch()
+        wait_until(lambda: all(Path(config["out"], f"done_{rank}").exists() for rank in others), timeout_s=90)
+    else:
+        wait_until(stopped.exists, timeout_s=90)
+    ids += [int(i) for batch in loop for i in batch["id"]]
+    Path(config["out"], f"done_{stream.rank}").touch()
+    write_down(config, stream.rank, ids=ids)
+
+
+def validate_in_mid_epoch(config: Config) -> None:
+    """Reads all of a second stream and of a plain dataset after steps 3 and 6 of the first, whose loop is live."""
+    train, evaluation, plain = lrs.get_stream(), lrs.get_stream("eval"), ray.train.get_dataset_shard("plain")
+    ids: list[int] = []
+    validated: dict[str, list[list[int]]] = {"eval": [], "plain": []}
+    for step, batch in enumerate(train.iter_torch_batches(global_batch_size=16), start=1):
+        ids += batch["id"].tolist()
+        if step in (3, 6):
+            for name, dataset in (("eval", evaluation), ("plain", plain)):
+                seen = [int(i) for part in dataset.iter_batches(batch_size=16) for i in part["id"]]
+                validated[name].append(sorted(seen))
+    write_down(config, train.rank, train=ids, **validated)
+
+
+def read_one_epoch(config: Config) -> None:
+    """Writes down what it received."""
+    stream = lrs.get_stream()
+    ids = [int(i) for batch in stream.iter_batches(global_batch_size=16) for i in batch["id"]]
+    write_down(config, stream.rank, ids=ids)
 
 
 def read_nothing(config: Config) -> None:

@@ -25,6 +25,11 @@ def slow(batch):
     return double(batch)
 
 
+def widen(batch):
+    batch["wide"] = [b"x" * 65_536] * len(batch["id"])
+    return batch
+
+
 def in_halves(batch):
     half = len(batch["id"]) // 2
     for part in (slice(None, half), slice(half, None)):

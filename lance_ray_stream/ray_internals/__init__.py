@@ -56,6 +56,9 @@ except ImportError as error:  # pragma: no cover - needs another Ray
 # Ray's own names that other modules use.
 __all__ = ["ROW_COUNT_COLUMN", "LogicalOperator", "MapBatches", "Read"]
 
+# More than a task ever has: a window is 64 MiB, a block of a transform's output 128.
+_BLOCKS_OF_A_TASK = 1_000
+
 # Operators that give one row per row, in order. MapBatches is among them because its function is checked
 # at run time; everything that is not listed is refused, so that a new operator of Ray is refused too.
 _ROW_PRESERVING = (Read, MapBatches, MapRows, Project, Download, StreamingRepartition)
@@ -97,6 +100,17 @@ def rebuild(dataset: Dataset, change: Callable[[LogicalOperator], LogicalOperato
         DatasetStats(metadata={}, parent=None),
         dataset_name=dataset.name,
     )
+
+
+def let_tasks_end(context: DataContext) -> None:
+    """Have tasks put out their blocks without waiting for a consumer.
+
+    Reason: after a few blocks Ray pauses a task until they are read, and it keeps its CPU. The paused tasks of a rank
+    that waits, in a collective say, for another rank can hold all CPUs, and with them the other rank: for ever. The
+    same number is how many blocks of each task Ray expects to come, at most as many as tasks had on average, so that
+    what is in the object store stays within its limits.
+    """
+    context._max_num_blocks_in_streaming_gen_buffer = _BLOCKS_OF_A_TASK
 
 
 def static_schema(dataset: Dataset) -> Any:
