@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import time
 import traceback
@@ -158,6 +159,18 @@ class CountedPlans(TableRef):
     def builders(self) -> list[int]:
         """For every plan so far, the process that built it."""
         return [int(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
+
+
+class ControllerOfRun:
+    """What Ray Train's does with a config."""
+
+    def __init__(self, config: StreamDataConfig) -> None:
+        self._config = config
+
+    def planners_of_two_starts(self) -> list[str | None]:
+        """The actors that are known where the config is sent at each start of the workers."""
+        sent = [pickle.loads(ray.cloudpickle.dumps(self._config))._planner.actor for _ in range(2)]
+        return [actor and actor._handle._actor_id.hex() for actor in sent]
 
 
 class _Query:

@@ -19,7 +19,7 @@ from lance_ray_stream.plan import build_plan
 from lance_ray_stream.planner import LocalPlanner, PlannerActor, PublishedPlan
 from lance_ray_stream.spec import make_spec
 from tests.faults import living_actors, wait_until
-from tests.probes import CountedPlans, count_plans
+from tests.probes import ControllerOfRun, CountedPlans, count_plans
 from tests.tables import make_table
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -90,32 +90,18 @@ def test_streams_of_one_planner_do_not_drive_each_other_out(tmp_path):
     assert len(set(in_planner)) == 1
 
 
-class ControllerOfRun:
-    """What Ray Train's does with a config."""
-
-    def __init__(self, config: lrs.StreamDataConfig) -> None:
-        self._config = config
-
-    def planners_of_two_starts(self) -> list[str | None]:
-        """The actors that are known where the config is sent at each start of the workers."""
-        sent = [pickle.loads(ray.cloudpickle.dumps(self._config))._planner.actor for _ in range(2)]
-        return [actor and actor._handle._actor_id.hex() for actor in sent]
-
-
-Controller: Any = ray.remote(num_cpus=0)(ControllerOfRun)
-
-
 def test_a_config_keeps_a_planner_only_in_the_controller_of_a_run():
     """Not in the user's own object, which may serve many runs; nor where a copy is sent to no actor."""
     config = lrs.StreamDataConfig()
     for copied in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(copy.deepcopy(config)))):
         assert copied._planner.actor is None
 
-    for_run = Controller.remote(copy.deepcopy(config))
+    controller: Any = ray.remote(num_cpus=0)(ControllerOfRun)
+    for_run = controller.remote(copy.deepcopy(config))
     first, second = ray.get(for_run.planners_of_two_starts.remote())
     assert first is not None
     assert first == second
-    of_user = Controller.remote(config)
+    of_user = controller.remote(config)
     assert ray.get(of_user.planners_of_two_starts.remote()) == [None, None]
     del for_run
     wait_until(lambda: first not in living_actors(), timeout_s=30)
